@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to image with HunyuanImage-3 on vLLM-Omni, its experts spread over several ranks.
+
+Without ``--model`` a small random checkpoint is made once and painted with; point ``--model``
+at the HunyuanImage-3.0 folder to paint with the real one.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from omni_ep.config import RunRequest, check_checkpoint_folder, validate
+from omni_ep.errors import ConfigurationError
+from omni_ep.geometry import MoEGeometry
+from omni_ep.painting import Painter, Painting, PaintingError, single_rank, versions
+from omni_ep.platforms.selection import CPU_PLATFORM, check_platform_request
+from omni_ep.quality import compare as quality_of
+from omni_ep.quality import sentence, side_by_side
+
+EXAMPLES = """examples:
+  # two ranks, each with half of the experts, and the proof against one rank
+  %(prog)s --tensor-parallel-size 2 --enable-expert-parallel --compare-baseline
+
+  # four ranks: guidance over two, the image's tokens over two
+  %(prog)s --cfg-parallel-size 2 --ulysses-degree 2 --enable-expert-parallel
+
+  # HunyuanImage-3.0 on eight accelerators
+  %(prog)s --model /path/to/HunyuanImage-3.0 --tensor-parallel-size 4 --cfg-parallel-size 2 \\
+      --enable-expert-parallel --height 1024 --width 1024 --num-inference-steps 50
+"""
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults in the option list, line breaks in the examples."""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=HelpFormatter)
+    picture = parser.add_argument_group("picture")
+    picture.add_argument("--prompt", default="a red cube on a table", help="what to paint")
+    picture.add_argument("--negative-prompt", default=None, help="not used by HunyuanImage-3; accepted and ignored")
+    picture.add_argument("--seed", type=int, default=42, help="seed of the noise; picture i uses seed + i")
+    picture.add_argument("--height", type=int, default=None, help="pixels (None: the model's base size)")
+    picture.add_argument("--width", type=int, default=None, help="pixels (None: the model's base size)")
+    picture.add_argument("--num-inference-steps", type=int, default=8, help="denoising steps")
+    picture.add_argument("--guidance-scale", type=float, default=5.0, help="classifier-free guidance; 1 or less: none")
+    picture.add_argument("--num-images-per-prompt", type=int, default=1, help="pictures to paint")
+    picture.add_argument("--output", type=Path, default=Path("output.png"), help="PNG to write; picture i > 0 gets _i")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default=None, help="checkpoint folder (None: a small random one, made once)")
+    model.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto is bfloat16")
+    model.add_argument("--trust-remote-code", action="store_true", help="let Python code of the checkpoint run")
+    model.add_argument("--vae-use-tiling", action="store_true", help="decode the picture tile by tile")
+
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--enable-expert-parallel", action="store_true", help="spread the experts over all ranks")
+    layout.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that split attention heads")
+    layout.add_argument("--cfg-parallel-size", type=int, default=1, help="ranks that split the guidance branches")
+    layout.add_argument("--ulysses-degree", type=int, default=1, help="ranks that split the image's tokens")
+    layout.add_argument("--ring-degree", type=int, default=1, help="ring sequence parallelism")
+    layout.add_argument("--data-parallel-size", type=int, default=1, help="replicas of the rest of the layout")
+    layout.add_argument("--pipeline-parallel-size", type=int, default=1, help="pipeline stages")
+    layout.add_argument("--use-hsdp", action="store_true", help="shard weights with FSDP2; not with expert parallelism")
+
+    proof = parser.add_argument_group("proof")
+    proof.add_argument("--compare-baseline", action="store_true", help="also paint on one rank and compare")
+    proof.add_argument("--report", type=Path, default=None, metavar="FILE", help="write the figures as JSON")
+    proof.add_argument("--verbose", action="store_true", help="show the engine's log")
+    return parser.parse_args(argv)
+
+
+def quieten(verbose: bool) -> None:
+    """Keep the engine's log away unless it is asked for; errors stay."""
+    if verbose:
+        return
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def devices(platform: str | None) -> tuple[int, str]:
+    """How many ranks have hardware of their own, and what hardware that is."""
+    if platform == CPU_PLATFORM:
+        return len(os.sched_getaffinity(0)), "cpu"
+    import torch
+
+    return torch.accelerator.device_count(), (platform or "accelerator").rsplit(".", 2)[-2]
+
+
+def checkpoint(model: str | None) -> str:
+    if model is not None:
+        return model
+    from omni_ep.checkpoint import default_checkpoint
+
+    return str(default_checkpoint())
+
+
+def run_request(args: argparse.Namespace, config: dict[str, Any]) -> RunRequest:
+    base = int(config.get("image_base_size", 1024))
+    return RunRequest(
+        tensor_parallel_size=args.tensor_parallel_size,
+        ulysses_degree=args.ulysses_degree,
+        ring_degree=args.ring_degree,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        cfg_parallel_size=args.cfg_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
+        use_hsdp=args.use_hsdp,
+        height=base if args.height is None else args.height,
+        width=base if args.width is None else args.width,
+        num_inference_steps=args.num_inference_steps,
+        num_images_per_prompt=args.num_images_per_prompt,
+        guidance_scale=args.guidance_scale,
+    )
+
+
+def paint_all(painter: Painter, args: argparse.Namespace) -> list[Painting]:
+    return [painter.paint(args.prompt, args.seed + index) for index in range(args.num_images_per_prompt)]
+
+
+def numbered(path: Path, index: int) -> Path:
+    return path if index == 0 else path.with_stem(f"{path.stem}_{index}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Validate, paint, compare, report. Everything that can be refused is refused before a rank starts."""
+    platform = check_platform_request()
+    model = checkpoint(args.model)
+    config = check_checkpoint_folder(model)
+    request = run_request(args, config)
+    device_count, device_kind = devices(platform)
+    warnings = validate(request, config, device_count=device_count, device_kind=device_kind)
+    if args.negative_prompt:
+        warnings.append("vLLM-Omni's HunyuanImage-3 takes no negative prompt; --negative-prompt is ignored.")
+    if platform == CPU_PLATFORM:
+        from omni_ep.platforms.cpu import forkserver
+
+        # The process that all ranks are forked from imports while this one does.
+        forkserver.start()
+
+    layout = request.layout
+    experts = MoEGeometry.from_config(config).num_experts
+    print(f"model   {model}")
+    print(f"layout  {layout.describe()}" + ("" if args.enable_expert_parallel else "; expert parallelism is off"))
+    print(layout.table(num_experts=experts if args.enable_expert_parallel else None))
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"starting {layout.world_size} rank(s) on {device_kind} ...", flush=True)
+
+    options = {
+        "dtype": args.dtype,
+        "trust_remote_code": args.trust_remote_code,
+        "vae_use_tiling": args.vae_use_tiling,
+    }
+    with Painter(model, request, **options) as painter:
+        paintings = paint_all(painter, args)
+        memory = painter.memory()
+        startup_s = painter.startup_s
+    for index, painting in enumerate(paintings):
+        painting.image.save(numbered(args.output, index))
+        print(f"saved   {numbered(args.output, index)}")
+    per_step_s = paintings[0].per_step_s
+    print(f"time    {startup_s:.1f} s to start, {per_step_s:.3f} s per step")
+    whole = sum(entry["expert_bytes"] for entry in memory)
+    for entry in memory:
+        share = entry["expert_bytes"] / whole if whole else 0.0
+        print(
+            f"rank {entry['rank']}  experts {entry['expert_bytes'] / 1e6:.2f} MB ({share:.1%} of all copies), "
+            f"parameters {entry['parameter_bytes'] / 1e6:.2f} MB, peak memory {entry['peak_rss_bytes'] / 1e6:.0f} MB"
+        )
+
+    report: dict[str, Any] = {
+        "layout": {**layout.to_dict(), "enable_expert_parallel": args.enable_expert_parallel},
+        "timings": {"startup_s": startup_s, "per_step_s": per_step_s},
+        "memory": memory,
+        "quality": None,
+        "versions": versions(),
+    }
+    if args.compare_baseline:
+        report["quality"] = compare_with_one_rank(args, model, request, paintings, options)
+    if args.report is not None:
+        args.report.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"report  {args.report}")
+    return 0
+
+
+def compare_with_one_rank(
+    args: argparse.Namespace,
+    model: str,
+    request: RunRequest,
+    paintings: list[Painting],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Paint the same on one rank and say how close the pictures are; returns the worst figures."""
+    print("starting 1 rank for the baseline ...", flush=True)
+    with Painter(model, single_rank(request), **options) as painter:
+        baseline = paint_all(painter, args)
+    qualities = []
+    for index, (painting, reference) in enumerate(zip(paintings, baseline, strict=True)):
+        quality = quality_of(reference.image, painting.image)
+        comparison = numbered(args.output.with_stem(f"{args.output.stem}_comparison"), index)
+        side_by_side(reference.image, painting.image).save(comparison)
+        print(f"against one rank: {sentence(quality)}; saved {comparison}")
+        qualities.append(quality)
+    return min(qualities, key=lambda quality: quality.psnr_db).to_dict()
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    quieten(args.verbose)
+    try:
+        return run(args)
+    except ConfigurationError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    except PaintingError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paint pictures with vLLM-Omni's engine and say what it took.
+
+The example and the commands that compare runs share this, so that every figure of a report
+comes from the same place.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+from PIL import Image
+
+from omni_ep.config import RunRequest
+from omni_ep.deploy import deploy_file, dit_deploy_config
+
+
+class PaintingError(RuntimeError):
+    """The engine failed to start or died; the message is one a user can act on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Painting:
+    """One picture and how long its steps took.
+
+    Attributes:
+        image: RGB.
+        step_seconds: wall time of every denoising step on rank 0.
+    """
+
+    image: Image.Image
+    step_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def per_step_s(self) -> float | None:
+        """Median seconds per step; the first step also prefills the prompt and is left out."""
+        steady = self.step_seconds[1:] or self.step_seconds
+        return median(steady) if steady else None
+
+
+class Painter:
+    """An engine for one layout; use it as a context manager so that no rank outlives it.
+
+    Args:
+        model: checkpoint folder or hub name.
+        request: the validated run.
+        dtype: ``float32``, ``bfloat16`` or ``auto``.
+        trust_remote_code: let code of the checkpoint run.
+        vae_use_tiling: decode the picture tile by tile.
+        engine_args: passed on to ``vllm_omni.entrypoints.omni.Omni``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        request: RunRequest,
+        *,
+        dtype: str = "auto",
+        trust_remote_code: bool = False,
+        vae_use_tiling: bool = False,
+        engine_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        from vllm_omni.entrypoints.omni import Omni
+        from vllm_omni.platforms import current_omni_platform
+        from vllm_omni.plugins import load_omni_general_plugins
+
+        # vLLM-Omni reads the model's config before it loads plugins, and complains about
+        # code in the checkpoint that omni-ep does not need.
+        load_omni_general_plugins()
+        self.request = request
+        arguments: dict[str, Any] = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "worker_extension_cls": "omni_ep.worker_extension.ExpertParallelWorkerExtension",
+            **(engine_args or {}),
+        }
+        executor = getattr(current_omni_platform, "diffusion_executor_backend", lambda: None)()
+        if executor is not None:
+            arguments.setdefault("distributed_executor_backend", executor)
+        started = time.perf_counter()
+        with deploy_file(dit_deploy_config(request, vae_use_tiling=vae_use_tiling)) as deploy_config:
+            try:
+                self._omni = Omni(model=model, deploy_config=deploy_config, **arguments)
+            except Exception as exc:
+                raise PaintingError(f"the engine did not start: {_reason(exc)}") from exc
+        self.startup_s = time.perf_counter() - started
+        """Seconds from the engine's creation until every rank was ready."""
+
+    def paint(self, prompt: str, seed: int) -> Painting:
+        """Paint one picture.
+
+        Raises:
+            PaintingError: a rank died or the request failed.
+        """
+        from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+        sampling = OmniDiffusionSamplingParams(
+            height=self.request.height,
+            width=self.request.width,
+            num_inference_steps=self.request.num_inference_steps,
+            guidance_scale=self.request.guidance_scale,
+            seed=seed,
+        )
+        try:
+            [output] = self._omni.generate(
+                {"prompt": prompt, "modalities": ["image"]}, [sampling], use_tqdm=False
+            )
+        except Exception as exc:
+            raise PaintingError(f"the picture was not finished: {_reason(exc)}") from exc
+        if not output.images:
+            raise PaintingError(f"the picture was not finished: {getattr(output, 'error_message', None) or output}")
+        return Painting(image=output.images[0].convert("RGB"), step_seconds=self._ask_workers()["step_seconds"])
+
+    def memory(self) -> list[dict[str, int]]:
+        """Per rank: ``rank``, ``expert_bytes``, ``parameter_bytes``, ``peak_rss_bytes``."""
+        memory: list[dict[str, int]] = self._ask_workers()["memory"]
+        return memory
+
+    def close(self) -> None:
+        """End every rank; a second call does nothing."""
+        self._omni.close()
+
+    def __enter__(self) -> "Painter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask_workers(self) -> dict[str, Any]:
+        answer = self._omni.engine.collective_rpc("omni_ep_report", timeout=60.0)
+        while isinstance(answer, list):
+            [answer] = answer
+        report: dict[str, Any] = answer
+        return report
+
+
+def single_rank(request: RunRequest) -> RunRequest:
+    """The same picture on one device: the baseline that every layout is compared with."""
+    return replace(
+        request,
+        tensor_parallel_size=1,
+        ulysses_degree=1,
+        ring_degree=1,
+        pipeline_parallel_size=1,
+        cfg_parallel_size=1,
+        data_parallel_size=1,
+        enable_expert_parallel=False,
+    )
+
+
+def versions() -> dict[str, str]:
+    """The packages a picture depends on."""
+    return {name: version(name) for name in ("omni-ep", "vllm", "vllm-omni", "torch", "diffusers", "transformers")}
+
+
+def _reason(exc: BaseException) -> str:
+    # The engine wraps a worker's message in its own; the last lines of a wrapped traceback
+    # are for its log, not for the sentence.
+    text = str(exc).strip() or type(exc).__name__
+    return text.split("\n\nrank ")[0].removeprefix("Orchestrator initialization failed: ")
