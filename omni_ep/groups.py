@@ -45,7 +45,8 @@ def live_layout() -> ParallelLayout:
     """
     if not (dist.is_initialized() and omni_ps.model_parallel_is_initialized()):
         raise RuntimeError(
-            "vLLM-Omni's parallel groups do not exist yet; initialize_model_parallel() comes before the experts"
+            "vLLM-Omni's parallel groups do not exist yet; "
+            "initialize_model_parallel() comes before the experts"
         )
     layout = ParallelLayout(
         tp=vllm_ps.get_tensor_model_parallel_world_size(),
@@ -136,9 +137,7 @@ def _check(kind: str, group: vllm_ps.GroupCoordinator | None, expected: list[lis
         )
 
 
-def _make_group(
-    groups: list[list[int]], name: str, *, use_all2all: bool = False
-) -> vllm_ps.GroupCoordinator:
+def _make_group(groups: list[list[int]], name: str, *, use_all2all: bool = False) -> vllm_ps.GroupCoordinator:
     world = vllm_ps.get_world_group() if vllm_ps._WORLD is not None else omni_ps.get_world_group()
     return vllm_ps.init_model_parallel_group(
         group_ranks=groups,

@@ -112,8 +112,12 @@ class Painter:
         except Exception as exc:
             raise PaintingError(f"the picture was not finished: {_reason(exc)}") from exc
         if not output.images:
-            raise PaintingError(f"the picture was not finished: {getattr(output, 'error_message', None) or output}")
-        return Painting(image=output.images[0].convert("RGB"), step_seconds=self._ask_workers()["step_seconds"])
+            raise PaintingError(
+                f"the picture was not finished: {getattr(output, 'error_message', None) or output}"
+            )
+        return Painting(
+            image=output.images[0].convert("RGB"), step_seconds=self._ask_workers()["step_seconds"]
+        )
 
     def memory(self) -> list[dict[str, int]]:
         """Per rank: ``rank``, ``expert_bytes``, ``parameter_bytes``, ``peak_rss_bytes``."""
@@ -156,7 +160,9 @@ def single_rank(request: RunRequest) -> RunRequest:
 
 def versions() -> dict[str, str]:
     """The packages a picture depends on."""
-    return {name: version(name) for name in ("omni-ep", "vllm", "vllm-omni", "torch", "diffusers", "transformers")}
+    return {
+        name: version(name) for name in ("omni-ep", "vllm", "vllm-omni", "torch", "diffusers", "transformers")
+    }
 
 
 def _reason(exc: BaseException) -> str:

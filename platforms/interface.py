@@ -8,6 +8,7 @@ mixin adds it, so that a model can ask the platform instead of branching on the 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from omni_ep.ops import platform_specific_ops, registered_ops, unknown_op_error
 from omni_ep.platforms.detection import accelerator_present
 from omni_ep.platforms.selection import (
     check_platform_request,
@@ -15,8 +16,6 @@ from omni_ep.platforms.selection import (
     omni_platform_qualname,
     select_platform,
 )
-
-from omni_ep.ops import platform_specific_ops, registered_ops, unknown_op_error
 
 if TYPE_CHECKING:
     from vllm_omni.platforms.interface import OmniPlatform as _Base

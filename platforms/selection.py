@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
-from omni_ep.platforms.detection import detected_accelerators, hidden_accelerators, hiding_variable
-
 from omni_ep.errors import ConfigurationError
+from omni_ep.platforms.detection import detected_accelerators, hidden_accelerators, hiding_variable
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,8 @@ from omni_ep.platforms.selection import CPU_PLATFORM, check_platform_request
 from omni_ep.quality import compare as quality_of
 from omni_ep.quality import sentence, side_by_side
 
+AUTO_DTYPE = {"cpu": "float32"}
+
 EXAMPLES = """examples:
   # two ranks, each with half of the experts, and the proof against one rank
   %(prog)s --tensor-parallel-size 2 --enable-expert-parallel --compare-baseline
@@ -42,30 +44,52 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=HelpFormatter)
     picture = parser.add_argument_group("picture")
     picture.add_argument("--prompt", default="a red cube on a table", help="what to paint")
-    picture.add_argument("--negative-prompt", default=None, help="not used by HunyuanImage-3; accepted and ignored")
+    picture.add_argument(
+        "--negative-prompt", default=None, help="not used by HunyuanImage-3; accepted and ignored"
+    )
     picture.add_argument("--seed", type=int, default=42, help="seed of the noise; picture i uses seed + i")
     picture.add_argument("--height", type=int, default=None, help="pixels (None: the model's base size)")
     picture.add_argument("--width", type=int, default=None, help="pixels (None: the model's base size)")
     picture.add_argument("--num-inference-steps", type=int, default=8, help="denoising steps")
-    picture.add_argument("--guidance-scale", type=float, default=5.0, help="classifier-free guidance; 1 or less: none")
+    picture.add_argument(
+        "--guidance-scale", type=float, default=5.0, help="classifier-free guidance; 1 or less: none"
+    )
     picture.add_argument("--num-images-per-prompt", type=int, default=1, help="pictures to paint")
-    picture.add_argument("--output", type=Path, default=Path("output.png"), help="PNG to write; picture i > 0 gets _i")
+    picture.add_argument(
+        "--output", type=Path, default=Path("output.png"), help="PNG to write; picture i > 0 gets _i"
+    )
 
     model = parser.add_argument_group("model")
-    model.add_argument("--model", default=None, help="checkpoint folder (None: a small random one, made once)")
-    model.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto is bfloat16")
-    model.add_argument("--trust-remote-code", action="store_true", help="let Python code of the checkpoint run")
+    model.add_argument(
+        "--model", default=None, help="checkpoint folder (None: a small random one, made once)"
+    )
+    model.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto is bfloat16"
+    )
+    model.add_argument(
+        "--trust-remote-code", action="store_true", help="let Python code of the checkpoint run"
+    )
     model.add_argument("--vae-use-tiling", action="store_true", help="decode the picture tile by tile")
 
     layout = parser.add_argument_group("layout")
-    layout.add_argument("--enable-expert-parallel", action="store_true", help="spread the experts over all ranks")
-    layout.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that split attention heads")
-    layout.add_argument("--cfg-parallel-size", type=int, default=1, help="ranks that split the guidance branches")
+    layout.add_argument(
+        "--enable-expert-parallel", action="store_true", help="spread the experts over all ranks"
+    )
+    layout.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="ranks that split attention heads"
+    )
+    layout.add_argument(
+        "--cfg-parallel-size", type=int, default=1, help="ranks that split the guidance branches"
+    )
     layout.add_argument("--ulysses-degree", type=int, default=1, help="ranks that split the image's tokens")
     layout.add_argument("--ring-degree", type=int, default=1, help="ring sequence parallelism")
-    layout.add_argument("--data-parallel-size", type=int, default=1, help="replicas of the rest of the layout")
+    layout.add_argument(
+        "--data-parallel-size", type=int, default=1, help="replicas of the rest of the layout"
+    )
     layout.add_argument("--pipeline-parallel-size", type=int, default=1, help="pipeline stages")
-    layout.add_argument("--use-hsdp", action="store_true", help="shard weights with FSDP2; not with expert parallelism")
+    layout.add_argument(
+        "--use-hsdp", action="store_true", help="shard weights with FSDP2; not with expert parallelism"
+    )
 
     proof = parser.add_argument_group("proof")
     proof.add_argument("--compare-baseline", action="store_true", help="also paint on one rank and compare")
@@ -146,14 +170,17 @@ def run(args: argparse.Namespace) -> int:
     layout = request.layout
     experts = MoEGeometry.from_config(config).num_experts
     print(f"model   {model}")
-    print(f"layout  {layout.describe()}" + ("" if args.enable_expert_parallel else "; expert parallelism is off"))
+    print(
+        f"layout  {layout.describe()}"
+        + ("" if args.enable_expert_parallel else "; expert parallelism is off")
+    )
     print(layout.table(num_experts=experts if args.enable_expert_parallel else None))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"starting {layout.world_size} rank(s) on {device_kind} ...", flush=True)
 
     options = {
-        "dtype": args.dtype,
+        "dtype": AUTO_DTYPE.get(device_kind, "bfloat16") if args.dtype == "auto" else args.dtype,
         "trust_remote_code": args.trust_remote_code,
         "vae_use_tiling": args.vae_use_tiling,
     }
@@ -166,12 +193,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"saved   {numbered(args.output, index)}")
     per_step_s = paintings[0].per_step_s
     print(f"time    {startup_s:.1f} s to start, {per_step_s:.3f} s per step")
-    whole = sum(entry["expert_bytes"] for entry in memory)
     for entry in memory:
-        share = entry["expert_bytes"] / whole if whole else 0.0
         print(
-            f"rank {entry['rank']}  experts {entry['expert_bytes'] / 1e6:.2f} MB ({share:.1%} of all copies), "
-            f"parameters {entry['parameter_bytes'] / 1e6:.2f} MB, peak memory {entry['peak_rss_bytes'] / 1e6:.0f} MB"
+            f"rank {entry['rank']}  {entry['expert_bytes']:,} bytes of experts, "
+            f"{entry['parameter_bytes']:,} of parameters, peak memory {entry['peak_rss_bytes'] / 2**20:,.0f} MiB"
         )
 
     report: dict[str, Any] = {

@@ -8,7 +8,9 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
-from vllm_omni.diffusion.models.hunyuan_image3.hunyuan_image3_transformer import HunyuanImage3Text2ImagePipeline
+from vllm_omni.diffusion.models.hunyuan_image3.hunyuan_image3_transformer import (
+    HunyuanImage3Text2ImagePipeline,
+)
 
 
 class StepBar(tqdm):  # type: ignore[type-arg]

@@ -60,7 +60,9 @@ class HunyuanSparseMoeBlock(nn.Module):
             raise ValueError("dynamic expert load balancing (EPLB) is not available for diffusion stages")
         top_k = _of_layer(config.moe_topk, layer_id)
         intermediate_size = _of_layer(
-            config.moe_intermediate_size if config.moe_intermediate_size is not None else config.intermediate_size,
+            config.moe_intermediate_size
+            if config.moe_intermediate_size is not None
+            else config.intermediate_size,
             layer_id,
         )
         self.gate = ReplicatedLinear(

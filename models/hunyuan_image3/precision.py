@@ -3,8 +3,9 @@
 
 vLLM-Omni hard-codes bf16 in three places of HunyuanImage-3 (autocast around the transformer,
 ``hunyuan_image3_transformer.py:3333`` and ``pipeline_hunyuan_image3.py:2323``; the q/k cast,
-``:887``; the noise, ``:3211``, see ``denoising.py``) and fp16 autocast around the VAE (``:3397``), which fails on
-CPU for bf16 weights. Each is undone from outside by subclassing or nesting.
+``:887``; the noise, ``:3211``, see ``denoising.py``) and fp16 autocast around the VAE
+(``:3397``), which fails on CPU for bf16 weights. Each is undone from outside by subclassing
+or nesting.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from vllm_omni.diffusion.models.hunyuan_image3.hunyuan_image3_transformer import (
-    HunYuanRotary2DEmbedder,
     HunyuanImage3Model,
+    HunYuanRotary2DEmbedder,
 )
 
 

@@ -39,7 +39,9 @@ class CpuEpCommunicator(CpuCommunicator):
             return [self._gather_rows(tensor, sizes) for tensor in input_]
         return self._gather_rows(input_, sizes)
 
-    def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    def reduce_scatterv(
+        self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> torch.Tensor:
         """Add up every rank's tensor and keep this rank's rows.
 
         The sum runs in float32 and in rank order, so every rank rounds once and the result
@@ -85,7 +87,7 @@ class CpuEpCommunicator(CpuCommunicator):
             return gathered
         # gloo's all-gather needs equal shapes; its all-to-all does not, so each rank sends
         # its own rows once to every rank.
-        copies = rows.expand(self.world_size, *rows.shape).reshape(-1, *rows.shape[1:])
+        copies = torch.cat([rows] * self.world_size)
         dist.all_to_all_single(
             gathered,
             copies,

@@ -5,6 +5,7 @@ vLLM-Omni takes an executor's class path as ``distributed_executor_backend``
 (``diffusion/executor/abstract.py:65``).
 """
 
+import contextlib
 import multiprocessing
 import os
 import threading
@@ -43,10 +44,9 @@ def _run_rank(environment: dict[str, str], rank: int, writer: Connection, argume
         WorkerProc.worker_main(rank, od_config, writer, *rest)
     except Exception as exc:
         logger.exception("rank %d failed", rank)
-        try:
+        # A parent that has stopped listening knows already.
+        with contextlib.suppress(OSError):
             writer.send({"status": "failed", "error": f"{type(exc).__name__}: {exc}"})
-        except OSError:
-            pass  # The parent has stopped listening: it knows.
         raise SystemExit(1) from exc
 
 
@@ -74,9 +74,7 @@ def end_processes(processes: Sequence[BaseProcess], grace_s: float) -> None:
 class ForkserverDiffusionExecutor(MultiprocDiffusionExecutor):
     """vLLM-Omni's multi-process executor whose ranks share one set of imports."""
 
-    def _launch_workers(
-        self, broadcast_handle: Any, wake_events: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def _launch_workers(self, broadcast_handle: Any, wake_events: list[Any]) -> tuple[list[Any], list[Any]]:
         """Start one process per rank and wait until each is ready.
 
         Raises:
@@ -158,6 +156,8 @@ def _wait_until_ready(readers: Sequence[Connection], processes: Sequence[BasePro
                     f"rank {rank} ended before it was ready (exit code {processes[rank].exitcode})"
                 ) from None
             if message["status"] != "ready":
-                raise WorkerStartError(f"rank {rank} failed to start: {message.get('error', message['status'])}")
+                raise WorkerStartError(
+                    f"rank {rank} failed to start: {message.get('error', message['status'])}"
+                )
             handles[rank] = message["result_handle"]
     return handles

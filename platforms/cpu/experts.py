@@ -39,7 +39,8 @@ def local_pairs_by_expert(
     counts = torch.bincount(local[kept], minlength=num_local_experts)
     if counts.numel() != num_local_experts:
         raise ValueError(
-            f"a slot is routed to local expert {counts.numel() - 1}, but this rank holds {num_local_experts}; "
+            f"a slot is routed to local expert {counts.numel() - 1}, but this rank holds "
+            f"{num_local_experts}; "
             "the expert map does not belong to these weights"
         )
     return kept[order], counts.tolist()

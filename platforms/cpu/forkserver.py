@@ -6,7 +6,7 @@ pays it again in each of them. A fork server pays it once, and beside the parent
 when it is started early. Importing this module costs nothing, so that commands can do that.
 
 Forking is safe here because the server has imported but never computed: it runs one thread
-and has touched no accelerator. :func:`_check_single_threaded` holds it to that.
+and has touched no accelerator. :func:`check_single_threaded` watches over that.
 """
 
 import multiprocessing
@@ -41,15 +41,11 @@ def start() -> None:
 
 
 def check_single_threaded() -> None:
-    """Called in the server when its imports are done.
-
-    Raises:
-        ImportError: an imported module has started threads. The server then goes on without
-            what follows, and ranks import for themselves: slow, but safe.
-    """
+    """Called in the server when its imports are done; complains if one of them started a thread."""
     count = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
     if count > 1:
         print(
-            f"omni-ep: an import started {count - 1} thread(s) in the fork server; this may make starting ranks unsafe",
+            f"omni-ep: an import started {count - 1} thread(s) in the fork server; "
+            "ranks forked from it may hang",
             file=sys.stderr,
         )

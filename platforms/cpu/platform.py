@@ -3,7 +3,8 @@
 
 import os
 import resource
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -25,7 +26,7 @@ class CpuOmniPlatform(ExpertParallelPlatform, OmniPlatform, CpuVllmPlatform):
     # vLLM-Omni has no CPU in its enumeration; OOT is its value for platforms like this one.
     _omni_enum = OmniPlatformEnum.OOT
     omni_ep_platform = "cpu"
-    diffusion_op_impls = {
+    diffusion_op_impls: ClassVar[Mapping[str, str]] = {
         "hunyuan_fused_moe": "omni_ep.platforms.cpu.fused_moe.CpuHunyuanFusedMoE",
     }
 

@@ -4,10 +4,10 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from omni_ep.platforms.interface import ExpertParallelPlatform
 from vllm_omni.platforms.cuda.platform import CudaOmniPlatform as StockCudaOmniPlatform
 
 from omni_ep.ops import HUNYUAN_FUSED_MOE
+from omni_ep.platforms.interface import ExpertParallelPlatform
 
 
 class CudaOmniPlatform(ExpertParallelPlatform, StockCudaOmniPlatform):

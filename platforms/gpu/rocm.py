@@ -4,10 +4,10 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from omni_ep.platforms.interface import ExpertParallelPlatform
 from vllm_omni.platforms.rocm.platform import RocmOmniPlatform as StockRocmOmniPlatform
 
 from omni_ep.ops import HUNYUAN_FUSED_MOE
+from omni_ep.platforms.interface import ExpertParallelPlatform
 
 
 class RocmOmniPlatform(ExpertParallelPlatform, StockRocmOmniPlatform):

@@ -14,9 +14,8 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from omni_ep.platforms.fused_moe import build_fused_moe
-
 from omni_ep.errors import ConfigurationError
+from omni_ep.platforms.fused_moe import build_fused_moe
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,11 +7,11 @@ No NPU was available: contract tests with stubbed `torch_npu` and `vllm_ascend` 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from omni_ep.platforms.interface import ExpertParallelPlatform
-from omni_ep.platforms.npu.fused_moe import require_vllm_ascend_moe
 from vllm_omni.platforms.npu.platform import NPUOmniPlatform
 
 from omni_ep.ops import HUNYUAN_FUSED_MOE
+from omni_ep.platforms.interface import ExpertParallelPlatform
+from omni_ep.platforms.npu.fused_moe import require_vllm_ascend_moe
 
 if TYPE_CHECKING:
     from torch import nn

@@ -44,6 +44,7 @@ class FakeNvml:
 def report() -> dict[str, Any]:
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
     import vllm_omni.platforms as omni_platforms
+
     from omni_ep.platforms.gpu.cuda import CudaOmniPlatform, StockCudaOmniPlatform
 
     result: dict[str, Any] = {"rocm_imported_with_cuda": "omni_ep.platforms.gpu.rocm" in sys.modules}
@@ -119,6 +120,7 @@ def detect(omni_platforms: Any) -> dict[str, Any]:
     import ctypes
 
     import vllm.third_party.pynvml as pynvml
+
     from omni_ep.platforms import detection, selection
 
     without = detection._cuda(), omni_platforms.cuda_omni_platform_plugin()

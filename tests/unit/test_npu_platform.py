@@ -86,6 +86,7 @@ def report() -> dict[str, Any]:
     groups.prepare_expert_parallel = lambda: prepared.append("groups")
 
     import vllm_omni.platforms as omni_platforms
+
     from omni_ep.platforms.npu.platform import NpuOmniPlatform
 
     # Its constructor patches models for real NPU devices.

@@ -7,10 +7,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from omni_ep.platforms.interface import ExpertParallelPlatform
 
 from omni_ep.errors import ConfigurationError
 from omni_ep.ops import HUNYUAN_FUSED_MOE, registered_ops, resolve_op
+from omni_ep.platforms.interface import ExpertParallelPlatform
 
 
 def install_distribution(root: Path, name: str, entry_points: str, module: str = "") -> None:

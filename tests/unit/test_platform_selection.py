@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from omni_ep.errors import ConfigurationError
 from omni_ep.platforms import detection, selection
 from omni_ep.platforms.interface import (
     accelerator_present,
@@ -16,8 +18,6 @@ from omni_ep.platforms.interface import (
     omni_platform_qualname,
     select_platform,
 )
-
-from omni_ep.errors import ConfigurationError
 
 CPU = "omni_ep.platforms.cpu.platform.CpuOmniPlatform"
 CUDA = "omni_ep.platforms.gpu.cuda.CudaOmniPlatform"
