@@ -82,7 +82,7 @@ class PictureSizes:
 
     Upstream never refuses a size. It takes the bucket with the nearest height:width ratio (and, where a
     bucket has several sizes, the one of nearest area), then drops the remainder below one token
-    (hunyuan_image3_transformer.py:430-600,1593). Buckets go from base x base in steps of base/16 to base/2 x
+    (hunyuan_image3_transformer.py:411-601,1593). Buckets go from base x base in steps of base/16 to base/2 x
     2*base and to 2*base x base/2, plus ``EXTRA_SIZES``. A base of 64 paints 64x64 for 96x96, and 768x1024 for
     48x64.
     """
@@ -169,6 +169,26 @@ def validate(
     Raises:
         ConfigurationError: at the first rule that is broken.
     """
+    validate_layout(request, config)
+    check_steps(request)
+    check_images_per_prompt(request)
+    check_guidance(request)
+    check_picture_size(request, PictureSizes.from_config(config))
+    warnings = [
+        check_devices(request.layout, device_count=device_count, device_kind=device_kind),
+        idle_guidance_ranks(request, config),
+    ]
+    return [warning for warning in warnings if warning]
+
+
+def validate_layout(request: RunRequest, config: Mapping[str, Any]) -> None:
+    """The part of ``validate`` that does not depend on a picture or a machine.
+
+    vLLM-Omni's engine calls it too, in the parent, for engines that are not started by our commands.
+
+    Raises:
+        ConfigurationError: at the first rule that is broken.
+    """
     layout = request.layout
     geometry = MoEGeometry.from_config(config)
     check_pipeline_stages(request)
@@ -183,15 +203,6 @@ def validate(
     check_key_value_heads(request, geometry)
     check_ulysses(request, geometry)
     check_shared_expert(request, geometry)
-    check_steps(request)
-    check_images_per_prompt(request)
-    check_guidance(request)
-    check_picture_size(request, PictureSizes.from_config(config))
-    warnings = [
-        check_devices(layout, device_count=device_count, device_kind=device_kind),
-        idle_guidance_ranks(request, config),
-    ]
-    return [warning for warning in warnings if warning]
 
 
 def check_pipeline_stages(request: RunRequest) -> None:
@@ -321,7 +332,7 @@ def check_ulysses(request: RunRequest, geometry: MoEGeometry) -> None:
     """Ulysses deals out the query heads of one TP rank once more.
 
     KV heads do not limit it: HunyuanImage3 repeats them to the number of query heads before attention
-    (hunyuan_image3_transformer.py:1218), so all three counts in attention/parallel/ulysses.py:511 are equal.
+    (hunyuan_image3_transformer.py:1218), so all three counts in attention/parallel/ulysses.py:512 are equal.
     Only the paged KV mode, which omni-ep does not use, skips the repetition.
     """
     heads = geometry.num_attention_heads // request.tensor_parallel_size

@@ -2,7 +2,7 @@
 """Makes a layout live in vLLM's parallel state, and takes it down again.
 
 vLLM-Omni 0.30 maps SP to vLLM's PCP and CFG×DP to vLLM's DP
-(``diffusion/distributed/parallel_state.py:887-925``). vLLM's dispatch then gathers over DP
+(``diffusion/distributed/parallel_state.py:886-923``). vLLM's dispatch then gathers over DP
 only, as soon as DP has more than one rank (``device_communicators/all2all.py:55-60``): under
 SP × (CFG or DP) the tokens of the other SP ranks never reach the experts, and the picture is
 wrong without a word. Here SP is folded into vLLM's DP, so that one dispatch group covers
@@ -98,7 +98,7 @@ def prepare_expert_parallel() -> ParallelLayout | None:
         vllm_ps._DP = dp = _make_group(dispatch_groups, "dp")
     if refold or ep is None:
         # The EP group's all-to-all manager keeps the DP group it was made with
-        # (base_device_communicator.py:48), so it cannot outlive the old one.
+        # (base_device_communicator.py:50), so it cannot outlive the old one.
         if ep is not None:
             ep.destroy()
         vllm_ps._EP = ep = _make_group(ep_groups, "ep", use_all2all=True)

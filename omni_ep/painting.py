@@ -5,6 +5,7 @@ The example and the commands that compare runs share this, so that every figure 
 comes from the same place.
 """
 
+import multiprocessing
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,11 @@ class Painter:
             try:
                 self._omni = Omni(model=model, deploy_config=deploy_config, **arguments)
             except Exception as exc:
+                _end_children()
                 raise PaintingError(f"the engine did not start: {_reason(exc)}") from exc
+            except BaseException:
+                _end_children()
+                raise
         self.startup_s = time.perf_counter() - started
         """Seconds from the engine's creation until every rank was ready."""
 
@@ -134,6 +139,9 @@ class Painter:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if exc is not None:
+            # The engine would first wait for the picture that nobody wants any more.
+            _end_children()
         self.close()
 
     def _ask_workers(self) -> dict[str, Any]:
@@ -163,6 +171,17 @@ def versions() -> dict[str, str]:
     return {
         name: version(name) for name in ("omni-ep", "vllm", "vllm-omni", "torch", "diffusers", "transformers")
     }
+
+
+def _end_children() -> None:
+    """Terminate, then kill, every process that this one has started through multiprocessing."""
+    for action, patience_s in (("terminate", 2.0), ("kill", 1.0)):
+        children = multiprocessing.active_children()
+        for child in children:
+            getattr(child, action)()
+        deadline = time.monotonic() + patience_s
+        for child in children:
+            child.join(max(0.0, deadline - time.monotonic()))
 
 
 def _reason(exc: BaseException) -> str:

@@ -104,6 +104,8 @@ def quieten(verbose: bool) -> None:
         return
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Ranks that are killed on Ctrl-C leave semaphores, which Python then cleans up by itself.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
@@ -196,7 +198,8 @@ def run(args: argparse.Namespace) -> int:
     for entry in memory:
         print(
             f"rank {entry['rank']}  {entry['expert_bytes']:,} bytes of experts, "
-            f"{entry['parameter_bytes']:,} of parameters, peak memory {entry['peak_rss_bytes'] / 2**20:,.0f} MiB"
+            f"{entry['parameter_bytes']:,} of parameters, "
+            f"peak memory {entry['peak_rss_bytes'] / 2**20:,.0f} MiB"
         )
 
     report: dict[str, Any] = {

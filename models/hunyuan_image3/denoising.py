@@ -13,7 +13,7 @@ from vllm_omni.diffusion.models.hunyuan_image3.hunyuan_image3_transformer import
 )
 
 
-class StepBar(tqdm):  # type: ignore[type-arg]
+class StepBar(tqdm):
     """A progress bar that also remembers how long every step took, in seconds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -42,7 +42,7 @@ def config_from_json(*, trust_remote_code: bool) -> Iterator[None]:
 
 @contextmanager
 def expert_parallel_moe_block() -> Iterator[None]:
-    """The decoder layer names its MoE class at ``hunyuan_image3_transformer.py:1946``.
+    """The decoder layer names its MoE class at ``hunyuan_image3_transformer.py:1945``.
 
     Replacing the block after construction would allocate every layer's experts twice.
     """

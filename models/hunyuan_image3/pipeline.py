@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.models.hunyuan_image3 import pipeline_hunyuan_image3 as stock
@@ -16,6 +17,7 @@ from vllm_omni.diffusion.models.hunyuan_image3.pipeline_hunyuan_image3 import (
     get_hunyuan_image_3_prefix_cache_func,
 )
 
+from omni_ep.config import RunRequest, validate_layout
 from omni_ep.models.hunyuan_image3 import patches, precision
 from omni_ep.models.hunyuan_image3.denoising import EpText2ImagePipeline
 
@@ -28,9 +30,39 @@ __all__ = [
 
 
 def get_hunyuan_image_3_pre_process_func(od_config: OmniDiffusionConfig) -> Any:
-    """vLLM-Omni's request preprocessing, configured without the checkpoint's code."""
+    """vLLM-Omni's request preprocessing, configured without the checkpoint's code.
+
+    The engine asks for it in its own process before it starts a worker
+    (``diffusion/diffusion_engine.py:270``), so a layout that cannot work is refused here.
+
+    Raises:
+        ConfigurationError: the layout does not fit the model.
+    """
+    if od_config.parallel_config.enable_expert_parallel:
+        refuse_impossible_layout(od_config)
     with patches.config_from_json(trust_remote_code=od_config.trust_remote_code):
         return stock.get_hunyuan_image_3_pre_process_func(od_config)
+
+
+def refuse_impossible_layout(od_config: OmniDiffusionConfig) -> None:
+    """Check an expert-parallel layout against the checkpoint's config.
+
+    Raises:
+        ConfigurationError: the first rule that is broken, with what would fit.
+    """
+    parallel = od_config.parallel_config
+    request = RunRequest(
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        ulysses_degree=parallel.ulysses_degree,
+        ring_degree=parallel.ring_degree,
+        pipeline_parallel_size=parallel.pipeline_parallel_size,
+        cfg_parallel_size=parallel.cfg_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        enable_expert_parallel=parallel.enable_expert_parallel,
+        use_hsdp=parallel.use_hsdp,
+    )
+    config, _ = PretrainedConfig.get_config_dict(od_config.model)
+    validate_layout(request, config)
 
 
 # The name is upstream's: TeaCache and the NPU platform look pipelines up by class name.
@@ -42,6 +74,7 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
         moe_block = patches.expert_parallel_moe_block() if expert_parallel else nullcontext()
         with patches.config_from_json(trust_remote_code=od_config.trust_remote_code), moe_block:
             super().__init__(od_config)
+        self._denoising: EpText2ImagePipeline | None = None
         device_type = get_local_device().type
         self.runs_in_float32 = od_config.dtype == torch.float32
         if self.runs_in_float32:
@@ -52,11 +85,12 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
     @property
     def pipeline(self) -> EpText2ImagePipeline:
         """The denoising loop; made on first use, like upstream's."""
-        if self._pipeline is None:
-            upstream = super().pipeline
-            self._pipeline = EpText2ImagePipeline(model=self, scheduler=upstream.scheduler, vae=self.vae)
-            self._pipeline.float32 = self.runs_in_float32
-        return self._pipeline
+        if self._denoising is None:
+            # Upstream's property also makes the scheduler, which other code finds on the model.
+            scheduler = super().pipeline.scheduler
+            self._denoising = EpText2ImagePipeline(model=self, scheduler=scheduler, vae=self.vae)
+            self._denoising.float32 = self.runs_in_float32
+        return self._denoising
 
     def forward_call(self, *args: Any, **kwargs: Any) -> Any:
         """One forward of the transformer; in float32, upstream's bf16 autocast is off."""

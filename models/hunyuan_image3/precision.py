@@ -65,7 +65,8 @@ def without_autocast(function: Callable[..., Any], device_type: str) -> Callable
 def run_vae_in_float32(vae: nn.Module, device_type: str) -> None:
     """Hold the VAE's weights in float32 and decode and encode without autocast."""
     vae.float()
-    decode, encode = vae.decode, vae.encode
+    decode: Callable[..., Any] = vae.decode  # type: ignore[assignment]
+    encode: Callable[..., Any] = vae.encode  # type: ignore[assignment]
 
     def decode_float32(latents: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return without_autocast(decode, device_type)(latents.float(), *args, **kwargs)
@@ -73,4 +74,4 @@ def run_vae_in_float32(vae: nn.Module, device_type: str) -> None:
     def encode_float32(pixels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return without_autocast(encode, device_type)(pixels.float(), *args, **kwargs)
 
-    vae.decode, vae.encode = decode_float32, encode_float32
+    vae.decode, vae.encode = decode_float32, encode_float32  # type: ignore[assignment]

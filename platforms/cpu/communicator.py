@@ -2,7 +2,7 @@
 """Variable-size collectives for CPU ranks.
 
 vLLM's allgather/reducescatter dispatch calls ``all_gatherv`` and ``reduce_scatterv``, which
-its CPU communicator lacks (``base_device_communicator.py:278,316``). Token counts differ
+its CPU communicator lacks (``base_device_communicator.py:272,313``). Token counts differ
 between ranks as soon as sequence parallelism splits a sequence that does not divide, so equal
 sizes must not be assumed: nothing is padded here, and a rank may bring no token at all.
 """
@@ -70,7 +70,11 @@ class CpuEpCommunicator(CpuCommunicator):
             group=self.device_group,
         )
         partials = received.view(self.world_size, mine, *input_.shape[1:])
-        return partials.sum(dim=0, dtype=torch.float32).to(input_.dtype)
+        # Not sum(dim=0): from 5 ranks on, torch regroups its terms by where a value stands.
+        total = partials[0].float()
+        for partial in partials[1:]:
+            total = total + partial
+        return total.to(input_.dtype)
 
     def _gather_rows(self, rows: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
         counts = self._counts(rows.shape[0], sizes)

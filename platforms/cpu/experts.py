@@ -23,7 +23,7 @@ def local_pairs_by_expert(
     """Group the (token, slot) pairs of this rank's experts, expert by expert.
 
     Args:
-        topk_ids_TK: global expert id of every slot.
+        topk_ids_TK: global expert id of every slot; -1 for a slot without an expert.
         expert_map: ``[global experts]``, the local slot of each expert or -1; ``None`` when
             every expert is local.
         num_local_experts: E.
@@ -33,7 +33,8 @@ def local_pairs_by_expert(
         an expert, in token order; and the number of pairs of each of the E experts.
     """
     ids = topk_ids_TK.reshape(-1).long()
-    local = ids if expert_map is None else expert_map.to(torch.long)[ids]
+    # vLLM marks a slot without an expert by id -1, which would index the map's last entry.
+    local = ids if expert_map is None else torch.where(ids < 0, -1, expert_map.to(torch.long)[ids])
     kept = torch.nonzero(local >= 0).squeeze(1)
     order = torch.argsort(local[kept], stable=True)
     counts = torch.bincount(local[kept], minlength=num_local_experts)
@@ -51,7 +52,7 @@ class GroupedCpuExperts(mk.FusedMoEExpertsModular):
 
     vLLM's own CPU experts call a kernel that the accelerator wheel lacks, and where the kernel
     exists they ignore ``expert_map`` and read out of bounds under EP
-    (``fused_moe/experts/cpu_moe.py:242-290``).
+    (``fused_moe/experts/cpu_moe.py:242-288``).
     """
 
     #: (token, slot) pairs computed since the layer was made: the unit of expert arithmetic.

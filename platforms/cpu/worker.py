@@ -3,6 +3,7 @@
 
 import os
 
+import torch
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 
 from omni_ep.platforms.cpu import patches
@@ -16,6 +17,8 @@ class CpuDiffusionWorker(DiffusionWorker):
         # vLLM's communicator reads this without a default once its shared-memory kernels exist
         # (cpu_communicator.py:244); every rank of one engine must name the same segment.
         os.environ.setdefault("VLLM_DIST_IDENT", f"omni-ep-{self.od_config.master_port}")
+        # Nothing is compiled on CPU: it would need a C++ compiler and cost seconds per rank.
+        torch.compiler.set_stance("force_eager")
         register_native_layers()
         patches.apply()
         super().init_device()

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The example, tried as a new user would: run it, misuse it, interrupt it, kill its ranks."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from examples.text_to_image import text_to_image
+from omni_ep.checkpoint import CheckpointSpec, inventory, make_checkpoint
+
+EXAMPLE = Path(text_to_image.__file__)
+START_TIMEOUT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("example") / "model"
+    make_checkpoint(path, CheckpointSpec())
+    return path
+
+
+class Run:
+    """The example in a session of its own, so that every process it starts can be found."""
+
+    def __init__(self, folder: Path, *arguments: object, **environment: str) -> None:
+        self.output = folder / "output.txt"
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(EXAMPLE), *map(str, arguments)],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not re.search(pattern, self.text()):
+            assert self.process.poll() is None, f"ended before {pattern!r}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no {pattern!r} in {START_TIMEOUT_S} s:\n{self.text()}"
+            time.sleep(0.2)
+
+    def members(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """Processes that the fork server has forked."""
+        found = self.members()
+        server = {process.pid for process in found if "forkserver" in " ".join(process.cmdline())}
+        return [process for process in found if process.ppid() in server]
+
+    def ends_within(self, seconds: float) -> int:
+        """The exit code; fails when the command or any process of its session is still there."""
+        deadline = time.monotonic() + seconds
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.text()[-2000:]}")
+        while self.members() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert self.members() == []
+        return code
+
+    def reap(self) -> None:
+        for process in self.members():
+            process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*arguments: object, **environment: str) -> Run:
+        runs.append(Run(tmp_path, *arguments, **environment))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.reap()
+
+
+@pytest.mark.engine
+def test_picture_proof_and_report(start: Callable[..., Run], tmp_path: Path, model: Path) -> None:
+    """Two ranks, the baseline, and every promised figure; also without a compiler on the machine."""
+    run = start(
+        "--model",
+        model,
+        *("--tensor-parallel-size", 2, "--enable-expert-parallel", "--compare-baseline"),
+        *("--num-inference-steps", 4, "--num-images-per-prompt", 2, "--report", "report.json"),
+        CXX="/bin/false",
+        CC="/bin/false",
+        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
+    )
+    assert run.process.wait(START_TIMEOUT_S) == 0, run.text()
+    text = run.text()
+    assert "EP=2 = TP 2" in text
+    assert len(re.findall(r"denoising: 100%", text)) >= 4  # two pictures, each with its baseline
+    assert text.count("against one rank:") == 2
+    for name in ("output.png", "output_1.png", "output_comparison.png", "output_comparison_1.png"):
+        assert (tmp_path / name).stat().st_size > 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["layout"]["ep_size"] == 2
+    assert report["timings"]["startup_s"] > 0
+    assert report["timings"]["per_step_s"] > 0
+    whole = inventory(CheckpointSpec()).expert_parameters * 4  # float32 on CPU
+    assert [entry["expert_bytes"] for entry in report["memory"]] == [whole // 2, whole // 2]
+    for rank, entry in enumerate(report["memory"]):
+        assert set(entry) == {"rank", "expert_bytes", "parameter_bytes", "peak_rss_bytes"}
+        assert entry["rank"] == rank
+        assert entry["peak_rss_bytes"] > entry["parameter_bytes"] > entry["expert_bytes"]
+    assert set(report["quality"]) == {"identical", "psnr_db", "ssim", "mean_abs", "p99_abs", "max_abs"}
+    assert report["quality"]["identical"] or report["quality"]["psnr_db"] >= 60
+    assert {"omni-ep", "vllm", "vllm-omni", "torch"} <= set(report["versions"])
+    assert run.members() == []
+    assert "Traceback" not in text
+
+
+LONG = ("--num-inference-steps", 1000, "--tensor-parallel-size", 2, "--enable-expert-parallel")
+
+
+@pytest.mark.engine
+def test_killed_rank_is_an_error_soon(start: Callable[..., Run], model: Path) -> None:
+    run = start("--model", model, *LONG)
+    run.wait_for(r"denoising:\s+\d+%.*[1-9]\d*/1000")
+    os.kill(run.ranks()[1].pid, signal.SIGKILL)
+    assert run.ends_within(15) == 1
+    assert "error: the picture was not finished" in run.text()
+    assert "Traceback" not in run.text(), run.text()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("moment", ["starting", "painting"])
+def test_interrupt_ends_everything(start: Callable[..., Run], model: Path, moment: str) -> None:
+    run = start("--model", model, *LONG)
+    run.wait_for("starting 2 rank" if moment == "starting" else r"denoising:\s+\d+%.*[1-9]\d*/1000")
+    if moment == "starting":
+        time.sleep(2.0)
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends_within(10) == 130
+    assert run.text().rstrip().endswith("interrupted"), run.text()[-2000:]
+    assert "Traceback" not in run.text()
+
+
+@pytest.mark.engine
+def test_killed_command_leaves_no_rank(start: Callable[..., Run], model: Path) -> None:
+    run = start("--model", model, *LONG)
+    run.wait_for(r"denoising:\s+\d+%.*[1-9]\d*/1000")
+    run.process.kill()
+    run.ends_within(15)
+
+
+def test_help_shows_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        text_to_image.main(["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for expected in ("(default: 42)", "(default: output.png)", "examples:", "--vae-use-tiling"):
+        assert expected in text
+
+
+def _edit_config(model: Path, target: Path, **changes: Any) -> Path:
+    target.mkdir()
+    for file in model.iterdir():
+        if file.name != "config.json":
+            (target / file.name).symlink_to(file)
+    config = {**json.loads((model / "config.json").read_text()), **changes}
+    config = {key: value for key, value in config.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+#: what the user types, changes to the model's config, what the sentence must say.
+REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "experts not divisible": (
+        ["--tensor-parallel-size", "2", "--enable-expert-parallel"],
+        {"num_experts": 9},
+        r"9 experts.*EP=2",
+    ),
+    "more ranks than experts": (
+        ["--data-parallel-size", "16", "--enable-expert-parallel"],
+        {},
+        r"EP=16 is larger than the number of experts \(8\)",
+    ),
+    "dense model": (
+        ["--tensor-parallel-size", "2", "--enable-expert-parallel"],
+        {"num_experts": 1},
+        r"needs a mixture-of-experts model.*1 routed expert",
+    ),
+    "unknown expert key": (
+        ["--tensor-parallel-size", "2", "--enable-expert-parallel"],
+        {"num_experts": None, "n_experts_total": 8},
+        r"n_experts_total",
+    ),
+    "heads": (
+        ["--tensor-parallel-size", "2"],
+        {"num_attention_heads": 3, "num_key_value_heads": 1},
+        r"3 attention heads",
+    ),
+    "kv heads": (["--tensor-parallel-size", "2"], {"num_key_value_heads": 3}, r"3 KV heads"),
+    "hsdp": (["--enable-expert-parallel", "--use-hsdp"], {}, r"--use-hsdp"),
+    "ring": (
+        ["--ring-degree", "2", "--cfg-parallel-size", "2", "--enable-expert-parallel"],
+        {},
+        r"ring attention",
+    ),
+    "pipeline stages": (["--pipeline-parallel-size", "2"], {}, r"pipeline stages"),
+    "height": (["--height", "40"], {}, r"--height is 40.*multiple of 16"),
+    "size not painted": (["--height", "96", "--width", "96"], {}, r"96x96 is not a size"),
+    "steps": (["--num-inference-steps", "0"], {}, r"--num-inference-steps.*got 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_starts(
+    case: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2 and one sentence, from the parent, with no child process started."""
+    arguments, changes, sentence = REFUSED[case]
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    folder = _edit_config(model, tmp_path / "model", **changes)
+    assert text_to_image.main(["--model", str(folder), *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert len(error.splitlines()) == 1
+    assert re.search(sentence, error), error
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == children
+
+
+@pytest.mark.parametrize(
+    "missing", ["config.json", "generation_config.json", "tokenizer.json", "model-0002-of-0003.safetensors"]
+)
+def test_incomplete_folder_is_named(
+    missing: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _edit_config(model, tmp_path / "model")
+    (folder / missing).unlink()
+    assert text_to_image.main(["--model", str(folder)]) == 2
+    assert missing in capsys.readouterr().err
+
+
+def test_refusal_as_a_command(start: Callable[..., Run], model: Path) -> None:
+    run = start("--model", model, "--height", 40)
+    assert run.process.wait(60) == 2
+    assert run.text().count("\n") == 1
+    assert "Traceback" not in run.text()
+
+
+def test_more_ranks_than_cores_is_one_warning(model: Path) -> None:
+    from omni_ep.config import check_checkpoint_folder, validate
+
+    args = text_to_image.parse_args(
+        ["--model", str(model), "--tensor-parallel-size", "2", "--cfg-parallel-size", "2"]
+    )
+    config = check_checkpoint_folder(model)
+    [warning] = validate(text_to_image.run_request(args, config), config, device_count=2, device_kind="cpu")
+    assert warning == "4 ranks share 2 CPU cores, so each step takes longer."
