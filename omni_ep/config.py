@@ -203,6 +203,7 @@ def validate_layout(request: RunRequest, config: Mapping[str, Any]) -> None:
     check_key_value_heads(request, geometry)
     check_ulysses(request, geometry)
     check_shared_expert(request, geometry)
+    check_vision_tower(request, config)
 
 
 def check_pipeline_stages(request: RunRequest) -> None:
@@ -285,6 +286,17 @@ def check_expert_shards(request: RunRequest, geometry: MoEGeometry) -> None:
 def check_shared_expert(request: RunRequest, geometry: MoEGeometry) -> None:
     """The shared expert is tensor-parallel, with EP and without."""
     _check_widths("the shared expert", geometry.shared_intermediate_size, request.tensor_parallel_size)
+
+
+def check_vision_tower(request: RunRequest, config: Mapping[str, Any]) -> None:
+    """vLLM-Omni splits the vision tower over TP, also where no picture is read (siglip2.py:148,158)."""
+    tower, tp = config.get("vit") or {}, request.tensor_parallel_size
+    for key in ("num_attention_heads", "intermediate_size"):
+        if tower.get(key, tp) % tp:
+            raise ConfigurationError(
+                f"--tensor-parallel-size is {tp} but the vision tower's {key} is {tower[key]}, which is not "
+                f"divisible by it; sizes that fit: {_divisors(tower[key], up_to=64)}"
+            )
 
 
 def _check_widths(what: str, widths: Sequence[int], tp: int) -> None:

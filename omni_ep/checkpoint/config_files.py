@@ -95,7 +95,7 @@ def _vision_config(spec: CheckpointSpec) -> dict[str, Any]:
         "vit": {
             "hidden_size": inventory.VIT_HIDDEN,
             "intermediate_size": inventory.VIT_INTERMEDIATE,
-            "num_attention_heads": inventory.VIT_HEADS,
+            "num_attention_heads": inventory.vision_heads(spec),
             "num_hidden_layers": inventory.VIT_LAYERS,
             "num_channels": 3,
             "patch_size": inventory.VIT_PATCH,

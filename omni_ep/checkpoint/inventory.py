@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from omni_ep.checkpoint.spec import DTYPE_BYTES, CheckpointSpec, downsample_fold
 
@@ -19,7 +19,6 @@ TIMESTEP_FREQUENCIES = 256
 # The vision tower only reads pictures; text to image loads it and leaves it alone, so it is kept small.
 VIT_HIDDEN = 64
 VIT_INTERMEDIATE = 128
-VIT_HEADS = 2
 VIT_LAYERS = 1
 VIT_PATCH = 16
 VIT_PATCHES = 16
@@ -160,6 +159,11 @@ def _timed_block(name: str, width_in: int, width_out: int, embedding: int) -> It
     yield from _layer(f"{name}.out_layers.3", width_out, width_out, 3, 3)
     if width_in != width_out:
         yield from _layer(f"{name}.skip_connection", width_out, width_in, 1, 1)
+
+
+def vision_heads(spec: CheckpointSpec) -> int:
+    """As many heads as let TP reach the number of KV heads: the vision tower is split over TP, too."""
+    return gcd(8, spec.num_key_value_heads)
 
 
 def _vision_model() -> Iterator[Tensor]:

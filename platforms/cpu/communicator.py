@@ -2,9 +2,9 @@
 """Variable-size collectives for CPU ranks.
 
 vLLM's allgather/reducescatter dispatch calls ``all_gatherv`` and ``reduce_scatterv``, which
-its CPU communicator lacks (``base_device_communicator.py:272,313``). Token counts differ
-between ranks as soon as sequence parallelism splits a sequence that does not divide, so equal
-sizes must not be assumed: nothing is padded here, and a rank may bring no token at all.
+its CPU communicator lacks (``base_device_communicator.py:272,313``). Ranks may bring different
+numbers of tokens, for instance when guidance branches have prompts of different length, or none
+at all; nothing is padded here.
 """
 
 from collections.abc import Sequence

@@ -6,6 +6,7 @@ class is a plain ``CpuPlatform``: a platform that called itself out-of-tree woul
 MoE oracle pick its OOT backend (``fused_moe/oracle/unquantized.py:219``), which has no kernel.
 """
 
+import importlib.util
 import os
 
 from vllm.platforms.cpu import CpuPlatform
@@ -30,10 +31,8 @@ class CpuVllmPlatform(CpuPlatform):
         Upstream warns when they are missing (``vllm/platforms/cpu.py:595``). Every kernel that
         the diffusion path needs has a native replacement, so there is nothing to act on.
         """
-        try:
-            import vllm._C_AVX2  # noqa: F401
-        except ImportError:
-            return
+        if importlib.util.find_spec("vllm._C_AVX2") or importlib.util.find_spec("vllm._C"):
+            super().import_kernels()
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

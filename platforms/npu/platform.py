@@ -38,7 +38,7 @@ class NpuOmniPlatform(ExpertParallelPlatform, NPUOmniPlatform):
     ) -> dict[str, list[str]] | None:
         """vLLM-Omni's mapping for the class, or for the nearest base that has one.
 
-        vLLM-Omni looks a pipeline up by its class name, which omni-ep's subclasses do not share.
+        vLLM-Omni looks a pipeline up by its class name, which a subclass need not share.
         """
         mappings = (
             super(NpuOmniPlatform, cls).get_diffusion_packed_modules_mapping(base)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omni_ep.config import PictureSizes, RunRequest, check_checkpoint_folder, validate
+from omni_ep.config import PictureSizes, RunRequest, check_checkpoint_folder, check_vision_tower, validate
 from omni_ep.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {
@@ -394,3 +394,14 @@ def test_no_weights(folder: Path) -> None:
 def test_other_architecture(folder: Path, architectures: list[str] | None, found: str) -> None:
     (folder / "config.json").write_text(json.dumps(SMALL | {"architectures": architectures}))
     assert f"is for {found}; supported: HunyuanImage3ForCausalMM" in folder_refusal(folder)
+
+
+def test_vision_tower_must_be_divisible() -> None:
+    tower = {"vit": {"num_attention_heads": 2, "intermediate_size": 128}}
+    with pytest.raises(
+        ConfigurationError,
+        match=r"--tensor-parallel-size is 4 but the vision tower's num_attention_heads is 2, .* that fit: 1",
+    ):
+        check_vision_tower(RunRequest(tensor_parallel_size=4), tower)
+    check_vision_tower(RunRequest(tensor_parallel_size=2), tower)
+    check_vision_tower(RunRequest(tensor_parallel_size=4), {})
