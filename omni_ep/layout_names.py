@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts as one word: ``tp2*cfg2+ep``.
 
-Factors are joined by ``*`` in any order: ``tp`` tensor parallel, ``sp`` Ulysses sequence parallel, ``ring`` ring
-sequence parallel, ``pp`` pipeline stages, ``cfg`` guidance branches, ``dp`` data parallel. ``+ep`` switches
-expert parallelism on; ``1`` alone is a single device.
+Factors are joined by ``*`` in any order: ``tp`` tensor parallel, ``sp`` Ulysses sequence parallel, ``ring``
+ring sequence parallel, ``pp`` pipeline stages, ``cfg`` guidance branches, ``dp`` data parallel. ``+ep``
+switches expert parallelism on; ``1`` alone is a single device.
 """
 
 import re
@@ -40,8 +40,8 @@ def parse_layout(name: str) -> dict[str, Any]:
         match = re.fullmatch(r"([a-z]+)([1-9]\d*)", piece.strip())
         if match is None or match[1] not in FACTORS:
             raise ConfigurationError(
-                f"layout {name!r} has the piece {piece.strip()!r}; a piece is one of {', '.join(FACTORS)} and a "
-                "number of ranks, as in tp2*cfg2+ep"
+                f"layout {name!r} has the piece {piece.strip()!r}; a piece is one of {', '.join(FACTORS)} "
+                "and a number of ranks, as in tp2*cfg2+ep"
             )
         field = FACTORS[match[1]]
         if field in fields:

@@ -82,6 +82,10 @@ LOSSY = Thresholds(
 )
 
 
+PRESETS = {preset.name: preset for preset in (PARITY, LOSSY)}
+"""Thresholds by name."""
+
+
 def compare(reference: Picture, image: Picture) -> Quality:
     """Judge ``image`` by ``reference``.
 
@@ -109,6 +113,37 @@ def compare(reference: Picture, image: Picture) -> Quality:
         p99_abs=float(np.percentile(difference, 99)),
         max_abs=float(difference.max()),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bin:
+    """Colour values whose difference lies in ``first..last`` levels of 255, both included."""
+
+    first: int
+    last: int
+    values: int
+    """How many there are."""
+    share: float
+    """Of all colour values of the picture, 0..1."""
+
+
+BIN_EDGES = (0, 1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
+"""First level of each bin, doubling, and one past the last."""
+
+
+def histogram(reference: Picture, image: Picture) -> list[Bin]:
+    """How many colour values differ by how much, in ten bins; their counts add up to all colour values.
+
+    Raises:
+        ConfigurationError: if the sizes differ.
+    """
+    a, b = _pair(reference, image)
+    levels = np.rint(np.abs(a - b) * 255).astype(np.int64)
+    counts, _ = np.histogram(levels, bins=BIN_EDGES)
+    return [
+        Bin(first=first, last=end - 1, values=int(count), share=float(count / levels.size))
+        for first, end, count in zip(BIN_EDGES[:-1], BIN_EDGES[1:], counts, strict=True)
+    ]
 
 
 def sentence(quality: Quality) -> str:

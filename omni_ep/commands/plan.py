@@ -168,11 +168,11 @@ def _rank_layouts(args: argparse.Namespace, settings: Settings, request: RunRequ
 def _nothing_fits(devices: int, dropped: list[Dropped], settings: Settings) -> str:
     smallest = next((drop for drop in dropped if drop.plan is not None), None)
     if smallest is None or smallest.plan is None:
-        return f"no layout of {devices} devices is possible for {settings.model.name}; the reasons are above"
+        return f"no layout of {devices} devices can run {settings.model.name}; the reasons are above"
     return (
-        f"no layout of {devices} devices fits {format_bytes(settings.device_memory or 0)} each: the smallest, "
-        f"{smallest.name}, needs {format_bytes(smallest.plan.total_bytes)} per rank; use more devices, larger "
-        "ones, or a smaller --dtype"
+        f"no layout of {devices} devices fits {format_bytes(settings.device_memory or 0)} each: the "
+        f"smallest, {smallest.name}, needs {format_bytes(smallest.plan.total_bytes)} per rank; use more "
+        "devices, larger ones, or a smaller --dtype"
     )
 
 

@@ -4,14 +4,15 @@
 ``cost = (compute seconds + wire seconds) x (1 + scarcity)`` of one denoising step after the first, on the
 busiest rank:
 
-* compute seconds = FLOP of a rank / FLOP per second. A rank that repeats what others do (data-parallel ranks
-  paint the same request, guidance ranks without guidance, the prompt under SP, the gate under TP) pays in full;
-  ``replication`` says how much: FLOP of all ranks together / FLOP of one device alone.
+* compute seconds = FLOP of a rank / FLOP per second. A rank that repeats what others do (data-parallel
+  ranks paint the same request, guidance ranks without guidance, SP's padding, the gate under TP) pays in
+  full; ``replication`` says how much: FLOP of all ranks together / FLOP of one device alone.
 * wire seconds = bytes a rank receives / bytes per second. Nothing is taken to overlap.
 * scarcity = 0 with a tenth of the device left free or more, rising to 1 with nothing left.
 
-The rates are assumptions (``Rates``). They weigh compute against traffic; the order of layouts depends on their
-ratio only. The seconds are no forecast: memory-bound work and launches are not in them.
+The rates are assumptions (``Rates``). They weigh compute against traffic; the order of layouts depends on
+their ratio only. The seconds are no forecast: memory-bound work, launches and the image's own convolutions
+are not in them.
 """
 
 from dataclasses import dataclass

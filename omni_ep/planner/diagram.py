@@ -41,7 +41,8 @@ def _stage(layout: ParallelLayout, stage: int, num_experts: int, placement: Expe
     if placement is None:
         title = f"{name}no EP group; every expert is split over the ranks of a row"
     else:
-        title = f"{name}one EP group of {layout.ep_size} ranks, {placement.num_local} of {num_experts} experts each"
+        share = f"{placement.num_local} of {num_experts} experts each"
+        title = f"{name}one EP group of {layout.ep_size} ranks, {share}"
     notes = ["a row shares one set of tokens and splits attention (TP group)"]
     if placement is not None and len(rows) > 1:
         notes.append("a column exchanges tokens (dispatch group)")

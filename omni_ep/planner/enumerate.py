@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from omni_ep.config import RunRequest
 from omni_ep.layout_names import FACTORS, layout_name
@@ -47,7 +48,8 @@ def enumerate_layouts(
     candidates, dropped = [], []
     for sizes in _factorisations(devices):
         for expert_parallel in (True, False):
-            asked = replace(request, **sizes, enable_expert_parallel=expert_parallel)
+            fields: dict[str, Any] = {**sizes, "enable_expert_parallel": expert_parallel}
+            asked = replace(request, **fields)
             name = layout_name(asked)
             reason = reason_against(settings.model, asked)
             if reason is not None:

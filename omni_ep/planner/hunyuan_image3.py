@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every weight that vLLM-Omni allocates for HunyuanImage-3, from its ``config.json``.
 
-Read off vLLM-Omni 0.30.0, below ``vllm_omni/``: ``diffusion/models/hunyuan_image3/`` (the classes are named in
-the docstrings) and ``model_executor/models/hunyuan_image3/siglip2.py``. ``tests/e2e/test_planner_agrees.py``
+Read off vLLM-Omni 0.30.0, below ``vllm_omni/``: ``diffusion/models/hunyuan_image3/`` (the docstrings name
+the classes) and ``model_executor/models/hunyuan_image3/siglip2.py``. ``tests/e2e/test_planner_agrees.py``
 holds it against running ranks, byte by byte.
 """
 

@@ -35,7 +35,7 @@ def parameter_bytes(
             VAE in float32 (4).
     """
     width = precision.compute_bytes if vae_bytes is None else vae_bytes
-    parts = dict.fromkeys(PARAMETER_PARTS, 0)
+    parts: dict[Part, int] = dict.fromkeys(PARAMETER_PARTS, 0)
     for weight in model.weights:
         parts[weight.part] += weight.local_bytes(
             layout, precision, expert_parallel=expert_parallel, vae_bytes=width
@@ -100,10 +100,10 @@ def _transformer_peak(
 ) -> int:
     """Residual stream and its sum, and the larger of attention and experts.
 
-    Attention: query, repeated key and value, and output (4 x heads x head size per token) and one byte of mask
-    per pair of positions. Experts: the two workspaces of vLLM's Triton experts, tokens x k x max(I, H) and
-    tokens x k x max(2 I, H), and their output (``fused_moe/experts/triton_moe.py:218-233``), for the tokens of
-    all dispatch ranks.
+    Attention: query, repeated key and value, and output (4 x heads x head size per token) and one byte of
+    mask per pair of positions. Experts: the two workspaces of vLLM's Triton experts, tokens x k x max(I, H)
+    and tokens x k x max(2 I, H), and their output (``fused_moe/experts/triton_moe.py:218-233``), for the
+    tokens of all dispatch ranks.
     """
     geometry, width = model.geometry, precision.compute_bytes
     hidden = geometry.hidden_size

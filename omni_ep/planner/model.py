@@ -58,9 +58,7 @@ def load_model(model: str) -> PlannedModel:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         if path.is_dir():
-            raise ConfigurationError(
-                f"{file} is missing; give a checkpoint folder, a config.json or a preset"
-            )
+            raise ConfigurationError(f"{file} is missing; give a checkpoint folder, config.json or preset")
         preset(model)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory per rank of several layouts as stacked bars. Needs matplotlib (extra ``plot``), imported when used."""
+"""Memory per rank of several layouts as stacked bars, by matplotlib (extra ``plot``), imported when used."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -71,11 +71,10 @@ _HUNYUAN_IMAGE3 = Preset(
         },
         "vit_aligner": {"projector_type": "mlp_gelu", "input_dim": 1152, "n_embed": 4096, "depth": 2},
     },
-    source="transformer: the model card's figures (80B parameters; 32 layers, 64 experts top-8) and two public "
-    "ports of its config that agree on hidden size, heads, expert and shared widths, vocabulary and patch "
-    "embedding; VAE: the published config of the same AutoencoderKLConv3D class; ViT: "
-    "siglip2-so400m-patch16-naflex",
-    unchecked="vae.block_out_channels, vae.layers_per_block and vit.* against HunyuanImage-3.0's own config.json",
+    source="transformer: the model card (80B parameters; 32 layers, 64 experts top-8) and a public port of "
+    "its config (width, heads, expert and shared widths, vocabulary, patch embedding); VAE: the published config "
+    "of the same AutoencoderKLConv3D class; ViT: siglip2-so400m-patch16-naflex",
+    unchecked="the VAE's channels and blocks and the ViT against HunyuanImage-3.0's own config.json",
 )
 
 _LINGBOT_VIDEO = Preset(
@@ -108,8 +107,8 @@ _QWEN36 = Preset(
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
-    source="the published expert-parallel override for 4 x 32 GiB cards: 256 experts, width 2048, expert width "
-    "512, 30 MoE layers, fp16; 22.5 GiB of experts per card at TP=2",
+    source="the published expert-parallel override for 4 x 32 GiB cards: 256 experts, width 2048, expert "
+    "width 512, 30 MoE layers, fp16; 22.5 GiB of experts per card at TP=2",
     unchecked="30 MoE layers is the override's figure; public ports of the model have 40 layers, all with "
     "experts, of which 30 use linear attention, which would make it a third more; attention and embeddings "
     "are not counted",
@@ -135,8 +134,8 @@ _DEEPSEEK_V2 = Preset(
         "first_k_dense_replace": 1,
         "vocab_size": 102400,
     },
-    source="the DeepSeek-V2 paper (arXiv 2405.04434, section 3.1.2) and a public training recipe made from its "
-    "config.json, which agree",
+    source="the DeepSeek-V2 paper (arXiv 2405.04434, section 3.1.2) and a public training recipe made from "
+    "its config.json, which agree",
     unchecked="vocab_size and qk_nope_head_dim against config.json itself",
 )
 

@@ -38,7 +38,7 @@ def reason_against(model: PlannedModel, request: RunRequest) -> str | None:
 
 
 def _check_vision_tower(model: PlannedModel, request: RunRequest) -> None:
-    """vLLM-Omni splits the vision tower over TP as well, also where only text is read (siglip2.py:148,158)."""
+    """vLLM-Omni splits the vision tower over TP, also where no picture is read (siglip2.py:148,158)."""
     tower, tp = model.config["vit"], request.tensor_parallel_size
     for key in ("num_attention_heads", "intermediate_size"):
         if tower[key] % tp:

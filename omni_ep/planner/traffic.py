@@ -10,9 +10,9 @@ does not count. Ranks of one layout bring equally many tokens, so each sends as 
 | reduce-scatter to s bytes per rank | (n - 1) s, the partial sums of its own rows |
 | all-reduce of s bytes | 2 (n - 1) s / n, the volume of a ring: reduce-scatter, then all-gather |
 
-Symbols: T tokens of a rank, H hidden size, k experts per token, b bytes per activation, D = SP x CFG x DP ranks
-that hold different tokens, E experts. Activations travel unquantised, routing weights as float32 and expert
-ids as int32 (``vllm/model_executor/layers/fused_moe/prepare_finalize/naive_dp_ep.py``).
+Symbols: T tokens of a rank, H hidden size, k experts per token, b bytes per activation, D = SP x CFG x DP
+ranks that hold different tokens, E experts. Activations travel unquantised, routing weights as float32 and
+expert ids as int32 (``vllm/model_executor/layers/fused_moe/prepare_finalize/naive_dp_ep.py``).
 """
 
 from collections.abc import Sequence
@@ -87,8 +87,8 @@ def chance_of_visit(layer: MoELayer, local_experts: int) -> Fraction:
 def all_to_all_bytes(layer: MoELayer, tokens: int, dispatch_ranks: int, ep_size: int, tp: int) -> int:
     """Expected for an all-to-all that sends each token once per destination rank, rounded down.
 
-    Of the D ranks that hold different tokens, each of the D - 1 others receives a token if it holds one of the
-    token's experts; it returns one partial sum. Routing is taken as even, since it depends on the picture.
+    Of the D ranks that hold different tokens, each of the D - 1 others receives a token if it holds one of
+    the token's experts; it returns one partial sum. Routing is taken as even, since it depends on the picture.
 
     ``T x P(visit) x (D - 1) x (H b + 8 k + H b) + 2 x 4 x (D - 1) + all-reduce(T x H b)``; the middle term is
     the int32 counts exchanged first, on the way out and for the way back.
