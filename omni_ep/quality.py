@@ -167,14 +167,32 @@ def side_by_side(reference: Picture, image: Picture, amplify: float | None = Non
         ConfigurationError: if the sizes differ.
     """
     a, b = _pair(reference, image)
+    grey, label = _difference(a, b, amplify)
+    return _strip([a, b, grey], ["reference", "image", label])
+
+
+def difference_map(
+    reference: Picture, image: Picture, amplify: float | None = None
+) -> tuple[Image.Image, str]:
+    """The third panel of ``side_by_side`` alone, at the pictures' size, and its label.
+
+    Raises:
+        ConfigurationError: if the sizes differ.
+    """
+    grey, label = _difference(*_pair(reference, image), amplify)
+    return Image.fromarray(np.rint(grey * 255).astype(np.uint8)), label
+
+
+def _difference(
+    a: NDArray[np.float64], b: NDArray[np.float64], amplify: float | None
+) -> tuple[NDArray[np.float64], str]:
     difference = np.abs(a - b).max(axis=-1)
     largest = float(difference.max())
     if amplify is None:
         amplify = 1.0 / largest if largest else 1.0
     label = f"difference x {amplify:.4g}" if largest else "no difference"
     grey = np.clip(difference * amplify, 0.0, 1.0)
-    panels = [a, b, np.repeat(grey[..., None], 3, axis=-1)]
-    return _strip(panels, ["reference", "image", label])
+    return np.repeat(grey[..., None], 3, axis=-1), label
 
 
 def _strip(panels: list[NDArray[np.float64]], labels: list[str]) -> Image.Image:

@@ -20,7 +20,7 @@ from omni_ep.planner.plan import Plan
 from omni_ep.planner.precision import TORCH_NAMES
 from omni_ep.planner.report import best_text, candidates_text, command_line, dropped_text, heading, plan_text
 from omni_ep.planner.rules import check_layout
-from omni_ep.planner.units import format_bytes, parse_bytes
+from omni_ep.units import format_bytes, parse_bytes
 
 DEFAULT_MODEL = "hunyuan-image-3"
 _PLOTTED = 12

@@ -10,7 +10,7 @@ from omni_ep.layout_names import FACTORS, layout_name
 from omni_ep.planner.cost import Cost, Rates, cost_of
 from omni_ep.planner.plan import Plan, Settings, make_plan
 from omni_ep.planner.rules import reason_against
-from omni_ep.planner.units import format_bytes
+from omni_ep.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from omni_ep.errors import ConfigurationError
 from omni_ep.planner.plan import Plan
-from omni_ep.planner.units import format_bytes
 from omni_ep.planner.weights import Part
+from omni_ep.units import format_bytes
 
 _COLORS = {
     Part.ROUTED_EXPERTS: "#1f5fa8",

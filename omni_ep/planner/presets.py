@@ -72,8 +72,8 @@ _HUNYUAN_IMAGE3 = Preset(
         "vit_aligner": {"projector_type": "mlp_gelu", "input_dim": 1152, "n_embed": 4096, "depth": 2},
     },
     source="transformer: the model card (80B parameters; 32 layers, 64 experts top-8) and a public port of "
-    "its config (width, heads, expert and shared widths, vocabulary, patch embedding); VAE: the published config "
-    "of the same AutoencoderKLConv3D class; ViT: siglip2-so400m-patch16-naflex",
+    "its config (width, heads, expert and shared widths, vocabulary, patch embedding); VAE: the published "
+    "config of the same AutoencoderKLConv3D class; ViT: siglip2-so400m-patch16-naflex",
     unchecked="the VAE's channels and blocks and the ViT against HunyuanImage-3.0's own config.json",
 )
 

@@ -11,8 +11,8 @@ from omni_ep.planner.diagram import draw
 from omni_ep.planner.enumerate import Candidate, Dropped
 from omni_ep.planner.plan import Plan, Settings
 from omni_ep.planner.traffic import ALL_TO_ALL, ALLGATHER, TP_WITHOUT_EP
-from omni_ep.planner.units import format_bytes
 from omni_ep.planner.weights import PARAMETER_PARTS, Part
+from omni_ep.units import format_bytes
 
 EXAMPLE = "examples/text_to_image/text_to_image.py"
 

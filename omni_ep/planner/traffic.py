@@ -88,7 +88,8 @@ def all_to_all_bytes(layer: MoELayer, tokens: int, dispatch_ranks: int, ep_size:
     """Expected for an all-to-all that sends each token once per destination rank, rounded down.
 
     Of the D ranks that hold different tokens, each of the D - 1 others receives a token if it holds one of
-    the token's experts; it returns one partial sum. Routing is taken as even, since it depends on the picture.
+    the token's experts; it returns one partial sum. Routing is taken as even: it depends on the
+    picture.
 
     ``T x P(visit) x (D - 1) x (H b + 8 k + H b) + 2 x 4 x (D - 1) + all-reduce(T x H b)``; the middle term is
     the int32 counts exchanged first, on the way out and for the way back.
