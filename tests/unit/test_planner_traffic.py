@@ -52,7 +52,7 @@ def test_chance_of_visit_over_every_routing(local: int) -> None:
 
 
 def test_all_to_all_averaged_over_every_routing() -> None:
-    """One token per routing on each of three ranks: what rank 0 then receives is exact, not an expectation."""
+    """One token per routing on each of three ranks: what rank 0 receives is then no expectation but exact."""
     ranks, per_rank = 3, 2
     routings = list(itertools.combinations(range(6), 2))
     received = 2 * 4 * (ranks - 1)  # token counts, there and back
