@@ -130,7 +130,7 @@ def candidates_text(candidates: Sequence[Candidate], rates: Rates) -> str:
     more = len(candidates) - _MOST_ROWS
     tail = f"\n  ... and {more} more that fit" if more > 0 else ""
     formula = (
-        "cost = (compute + wire seconds of a step) x (1 + scarcity of memory), at "
+        "cost = (compute + wire time of a step) x (1 + scarcity of memory), at "
         f"{rates.flops_per_s / 1e12:g} TFLOP/s and {rates.bytes_per_s / 1e9:g} GB/s; it ranks, no forecast"
     )
     return f"{len(candidates)} layouts fit, best first\n{table(rows)}{tail}\n  {formula}"
