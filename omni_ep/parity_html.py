@@ -28,6 +28,7 @@ th, td { text-align: right; padding: 6px 10px; border-bottom: 1px solid #eceff2;
 th { color: #5b6570; font-weight: 600; font-size: 13px; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; }
 tr:last-child td { border-bottom: 0; }
+.narrow { width: 340px; }
 .badge { display: inline-block; padding: 1px 10px; border-radius: 10px; font-weight: 600; color: #fff; }
 .pass { background: #1a7f37; } .fail { background: #c0392b; } .error { background: #6b3fa0; }
 .base { background: #57606a; }
@@ -221,4 +222,5 @@ def _memory_rows(run: Run, most: int) -> list[list[str]]:
 
 
 def _versions(parity: Parity) -> str:
-    return _table(("package", "version"), [[escape(k), escape(v)] for k, v in parity.versions.items()])
+    rows = [[escape(name), escape(number)] for name, number in parity.versions.items()]
+    return f"<div class='narrow'>{_table(('package', 'version'), rows)}</div>"

@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        # Ranks that are killed leave semaphores, which Python then cleans up by itself.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if args.model is None:
         from omni_ep.checkpoint import default_checkpoint
