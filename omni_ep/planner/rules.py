@@ -15,7 +15,6 @@ def check_layout(model: PlannedModel, request: RunRequest) -> None:
     """
     if model.is_hunyuan_image3:
         config.validate(request, model.config, device_count=request.layout.world_size, device_kind="planned")
-        _check_vision_tower(model, request)
         return
     config.check_cfg_size(request)
     if request.enable_expert_parallel:
@@ -35,14 +34,3 @@ def reason_against(model: PlannedModel, request: RunRequest) -> str | None:
     except ConfigurationError as error:
         return str(error)
     return None
-
-
-def _check_vision_tower(model: PlannedModel, request: RunRequest) -> None:
-    """vLLM-Omni splits the vision tower over TP, also where no picture is read (siglip2.py:148,158)."""
-    tower, tp = model.config["vit"], request.tensor_parallel_size
-    for key in ("num_attention_heads", "intermediate_size"):
-        if tower[key] % tp:
-            raise ConfigurationError(
-                f"--tensor-parallel-size is {tp} but the vision tower's {key} is {tower[key]}, which is not "
-                "divisible by it; lower it to a common divisor"
-            )
