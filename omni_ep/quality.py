@@ -82,6 +82,10 @@ LOSSY = Thresholds(
 )
 
 
+PRESETS = {preset.name: preset for preset in (PARITY, LOSSY)}
+"""Thresholds by name."""
+
+
 def compare(reference: Picture, image: Picture) -> Quality:
     """Judge ``image`` by ``reference``.
 
@@ -111,6 +115,37 @@ def compare(reference: Picture, image: Picture) -> Quality:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bin:
+    """Colour values whose difference lies in ``first..last`` levels of 255, both included."""
+
+    first: int
+    last: int
+    values: int
+    """How many there are."""
+    share: float
+    """Of all colour values of the picture, 0..1."""
+
+
+BIN_EDGES = (0, 1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
+"""First level of each bin, doubling, and one past the last."""
+
+
+def histogram(reference: Picture, image: Picture) -> list[Bin]:
+    """How many colour values differ by how much, in ten bins; their counts add up to all colour values.
+
+    Raises:
+        ConfigurationError: if the sizes differ.
+    """
+    a, b = _pair(reference, image)
+    levels = np.rint(np.abs(a - b) * 255).astype(np.int64)
+    counts, _ = np.histogram(levels, bins=BIN_EDGES)
+    return [
+        Bin(first=first, last=end - 1, values=int(count), share=float(count / levels.size))
+        for first, end, count in zip(BIN_EDGES[:-1], BIN_EDGES[1:], counts, strict=True)
+    ]
+
+
 def sentence(quality: Quality) -> str:
     """One line for people."""
     if quality.identical:
@@ -132,14 +167,32 @@ def side_by_side(reference: Picture, image: Picture, amplify: float | None = Non
         ConfigurationError: if the sizes differ.
     """
     a, b = _pair(reference, image)
+    grey, label = _difference(a, b, amplify)
+    return _strip([a, b, grey], ["reference", "image", label])
+
+
+def difference_map(
+    reference: Picture, image: Picture, amplify: float | None = None
+) -> tuple[Image.Image, str]:
+    """The third panel of ``side_by_side`` alone, at the pictures' size, and its label.
+
+    Raises:
+        ConfigurationError: if the sizes differ.
+    """
+    grey, label = _difference(*_pair(reference, image), amplify)
+    return Image.fromarray(np.rint(grey * 255).astype(np.uint8)), label
+
+
+def _difference(
+    a: NDArray[np.float64], b: NDArray[np.float64], amplify: float | None
+) -> tuple[NDArray[np.float64], str]:
     difference = np.abs(a - b).max(axis=-1)
     largest = float(difference.max())
     if amplify is None:
         amplify = 1.0 / largest if largest else 1.0
     label = f"difference x {amplify:.4g}" if largest else "no difference"
     grey = np.clip(difference * amplify, 0.0, 1.0)
-    panels = [a, b, np.repeat(grey[..., None], 3, axis=-1)]
-    return _strip(panels, ["reference", "image", label])
+    return np.repeat(grey[..., None], 3, axis=-1), label
 
 
 def _strip(panels: list[NDArray[np.float64]], labels: list[str]) -> Image.Image:

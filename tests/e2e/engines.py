@@ -42,11 +42,8 @@ def ranks(request: RunRequest, *, model: Path = TINY, **settings: Any) -> Iterat
     """Start the request's ranks with the model loaded; end them whatever happens."""
     from omni_ep.platforms.cpu.executor import ForkserverDiffusionExecutor
 
-    executor = ForkserverDiffusionExecutor(
-        diffusion_config(
-            request, model=model, worker_extension_cls="tests.e2e.capture.CaptureExtension", **settings
-        )
-    )
+    settings.setdefault("worker_extension_cls", "tests.e2e.capture.CaptureExtension")
+    executor = ForkserverDiffusionExecutor(diffusion_config(request, model=model, **settings))
     try:
         yield Ranks(executor)
     finally:
