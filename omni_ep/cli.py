@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from omni_ep.commands import make_checkpoint
+from omni_ep.commands import inspect, make_checkpoint
 from omni_ep.errors import ConfigurationError
 
-COMMANDS = (make_checkpoint,)
+COMMANDS = (inspect, make_checkpoint)
 """Modules with `add_parser(subparsers)`, which sets `run`, a function from parsed arguments to an exit code.
 
 They are imported even for `--help`: what is slow to import (torch, vLLM) belongs inside their `run`.

@@ -4,6 +4,7 @@
 With expert parallelism off this is vLLM-Omni's pipeline and its modules, bit for bit.
 """
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,8 +19,11 @@ from vllm_omni.diffusion.models.hunyuan_image3.pipeline_hunyuan_image3 import (
 )
 
 from omni_ep.config import RunRequest, validate_layout
+from omni_ep.loading import LoadingSettings
+from omni_ep.loading.reader import refuse_non_finite
 from omni_ep.models.hunyuan_image3 import patches, precision
 from omni_ep.models.hunyuan_image3.denoising import EpText2ImagePipeline
+from omni_ep.models.hunyuan_image3.loading import OwnedWeights
 
 __all__ = [
     "HunyuanImage3Pipeline",
@@ -75,12 +79,29 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
         with patches.config_from_json(trust_remote_code=od_config.trust_remote_code), moe_block:
             super().__init__(od_config)
         self._denoising: EpText2ImagePipeline | None = None
+        self.loading_report: dict[str, float] | None = None
         device_type = get_local_device().type
         self.runs_in_float32 = od_config.dtype == torch.float32
         if self.runs_in_float32:
             precision.keep_rotary_in_float32(self.model)
         if self.runs_in_float32 or device_type == "cpu":
             precision.run_vae_in_float32(self.vae, device_type)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load this rank's share and nothing else; without expert parallelism, load as vLLM-Omni does.
+
+        Raises:
+            ConfigurationError: the checkpoint is damaged or incomplete.
+        """
+        settings = LoadingSettings.from_additional_config(self.od_config.additional_config)
+        if self.od_config.parallel_config.enable_expert_parallel and settings.filter_weights:
+            owned = OwnedWeights(self, settings)
+            loaded = owned.load(weights, super().load_weights)
+            self.loading_report = owned.report
+            return loaded
+        if settings.check_weights:
+            weights = refuse_non_finite(iter(weights), self.od_config.model)
+        return super().load_weights(weights)
 
     @property
     def pipeline(self) -> EpText2ImagePipeline:
