@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PURE = ("errors", "geometry", "layout", "placement", "config")
+PURE = ("errors", "geometry", "layout", "placement", "config", "loading", "loading.completeness")
 
 
 def imported(source: str, package: str, *, inside_functions: bool = True) -> Iterator[str]:
