@@ -6,6 +6,7 @@ With expert parallelism off this is vLLM-Omni's pipeline and its modules, bit fo
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from vllm_omni.diffusion.models.hunyuan_image3.pipeline_hunyuan_image3 import (
 )
 
 from omni_ep.config import RunRequest, validate_layout
-from omni_ep.loading import LoadingSettings
+from omni_ep.loading import LoadingSettings, check_against_config, read_checkpoint
 from omni_ep.loading.reader import refuse_non_finite
 from omni_ep.models.hunyuan_image3 import patches, precision
 from omni_ep.models.hunyuan_image3.denoising import EpText2ImagePipeline
@@ -49,7 +50,7 @@ def get_hunyuan_image_3_pre_process_func(od_config: OmniDiffusionConfig) -> Any:
 
 
 def refuse_impossible_layout(od_config: OmniDiffusionConfig) -> None:
-    """Check an expert-parallel layout against the checkpoint's config.
+    """Check an expert-parallel layout against the checkpoint's config, and a local checkpoint's headers.
 
     Raises:
         ConfigurationError: the first rule that is broken, with what would fit.
@@ -67,6 +68,8 @@ def refuse_impossible_layout(od_config: OmniDiffusionConfig) -> None:
     )
     config, _ = PretrainedConfig.get_config_dict(od_config.model)
     validate_layout(request, config)
+    if Path(od_config.model).is_dir():
+        check_against_config(read_checkpoint(od_config.model), config)
 
 
 # The name is upstream's: TeaCache and the NPU platform look pipelines up by class name.

@@ -15,13 +15,14 @@ import torch
 
 from omni_ep.checkpoint import CheckpointSpec, make_checkpoint, tensors
 from omni_ep.config import RunRequest
+from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.loading import RankRole, plan_loading, read_checkpoint
 from omni_ep.placement import ExpertPlacement
 from omni_ep.platforms.cpu.executor import WorkerStartError
 from tests.e2e.engines import ranks
 from tests.ranks import run_on_ranks
-from tests.shards import INDEX, copy_of_tiny, entries, header_of
+from tests.shards import DAMAGES, INDEX, copy_of_tiny, entries, header_of
 from tests.topologies import TOPOLOGIES, run_request
 from tests.workers import TINY, diffusion_config, worker
 
@@ -188,6 +189,19 @@ def test_what_the_parent_did_not_see_the_rank_refuses(tmp_path: Path) -> None:
         ranks(run_request("one rank", enable_expert_parallel=True), model=folder),
     ):
         pass
+
+
+def test_any_engine_refuses_damage_before_a_rank_starts(tmp_path: Path) -> None:
+    """vLLM-Omni asks for the pipeline's preprocessing in the engine's process, before the workers."""
+    from omni_ep.models.hunyuan_image3.pipeline import get_hunyuan_image_3_pre_process_func
+
+    folder = copy_of_tiny(tmp_path / "model")
+    config = diffusion_config(run_request("tp2+ep"), model=folder)
+    get_hunyuan_image_3_pre_process_func(config)
+    do, text = DAMAGES["truncated shard"]
+    do(folder)
+    with pytest.raises(ConfigurationError, match=text):
+        get_hunyuan_image_3_pre_process_func(config)
 
 
 def test_two_engines_and_a_read_only_folder(tmp_path: Path) -> None:
