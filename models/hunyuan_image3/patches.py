@@ -53,7 +53,7 @@ def expert_parallel_moe_block() -> Iterator[None]:
 
 @contextmanager
 def weights_iterator(read: Callable[[Sequence[str], int], Iterator[Any]]) -> Iterator[None]:
-    """``diffusers_loader.py:362`` and ``:375`` name the functions that read every byte of every shard.
+    """``diffusers_loader.py:362`` and ``:375`` name the functions that go through every shard.
 
     vLLM-Omni hard-codes its loader class (``diffusion_model_runner.py:339``) and calls one of the two,
     multi-threaded or single, at the first tensor that ``load_weights`` asks for. Everything around
