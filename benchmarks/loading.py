@@ -4,9 +4,9 @@
 Real CPU workers with TP=N and EP=N build the model and load it, alternately with vLLM-Omni's own pipeline
 class and loader and with omni-ep's, in one run on one machine. A load's time is that of the slowest rank,
 from a barrier until its ``load_weights`` returns; building the model is left out. Bytes are counted by the
-operating system (``rchar`` of ``/proc/self/io``) and by omni-ep's reader. Stock maps its files (safetensors 0.8,
-``load_file``), so its bytes are not in ``rchar`` and a tensor it drops costs it no read: with a warm page
-cache it copies the same bytes as omni-ep, once, where omni-ep copies them through a buffer.
+operating system (``rchar`` of ``/proc/self/io``) and by omni-ep's reader. Stock maps its files (``load_file``
+of safetensors 0.8), so its bytes are not in ``rchar`` and a tensor it drops costs it no read: with a warm
+page cache it copies the same bytes as omni-ep, once, where omni-ep copies them through a buffer.
 
 Warm: the checkpoint is in the page cache. Cold: the page cache is dropped before each load, which needs root.
 
