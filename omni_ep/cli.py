@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-from omni_ep.commands import compare, make_checkpoint, parity, plan
+from omni_ep.commands import compare, inspect, make_checkpoint, parity, plan
 from omni_ep.errors import ConfigurationError
 
-COMMANDS = (compare, make_checkpoint, parity, plan)
+COMMANDS = (compare, inspect, make_checkpoint, parity, plan)
 """Modules with `add_parser(subparsers)`, which sets `run`, a function from parsed arguments to an exit code.
 
 They are imported even for `--help`: what is slow to import (torch, vLLM) belongs inside their `run`.

@@ -52,6 +52,7 @@ class Painter:
         dtype: ``float32``, ``bfloat16`` or ``auto``.
         trust_remote_code: let code of the checkpoint run.
         vae_use_tiling: decode the picture tile by tile.
+        check_weights: refuse weights that hold NaN or Inf.
         engine_args: passed on to ``vllm_omni.entrypoints.omni.Omni``.
     """
 
@@ -63,6 +64,7 @@ class Painter:
         dtype: str = "auto",
         trust_remote_code: bool = False,
         vae_use_tiling: bool = False,
+        check_weights: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         from vllm_omni.entrypoints.omni import Omni
@@ -76,6 +78,7 @@ class Painter:
         arguments: dict[str, Any] = {
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
+            "additional_config": {"omni_ep": {"check_weights": check_weights}},
             "worker_extension_cls": "omni_ep.worker_extension.ExpertParallelWorkerExtension",
             **(engine_args or {}),
         }
@@ -128,6 +131,14 @@ class Painter:
         """Per rank: ``rank``, ``expert_bytes``, ``parameter_bytes``, ``peak_rss_bytes``."""
         memory: list[dict[str, int]] = self._ask_workers()["memory"]
         return memory
+
+    def loading(self) -> list[dict[str, Any]]:
+        """Per rank: ``rank``, ``bytes_needed``, ``bytes_read``, ``bytes_skipped``, ``seconds``.
+
+        Empty without expert parallelism, when vLLM-Omni loads by itself and does not count.
+        """
+        loading: list[dict[str, Any]] = self._ask_workers()["loading"]
+        return loading
 
     def close(self) -> None:
         """End every rank; a second call does nothing."""

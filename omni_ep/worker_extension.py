@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports from inside its workers: memory per rank and seconds per step.
+"""What a run reports from inside its workers: memory and loading per rank, seconds per step.
 
 vLLM-Omni puts a ``worker_extension_cls`` first among the worker's bases, and its methods can
 be called over the engine's collective RPC.
@@ -30,11 +30,13 @@ class ExpertParallelWorkerExtension:
     """Mixed into every worker by ``omni_ep.painting``."""
 
     def omni_ep_report(self) -> dict[str, Any]:
-        """Memory of every rank and the step times of the last picture; rank 0's answer is used.
+        """Memory and loading of every rank, step times of the last picture; rank 0's answer is used.
 
         Returns:
             ``memory``: one entry per rank with ``rank``, ``expert_bytes``, ``parameter_bytes``
-            and ``peak_rss_bytes``; ``step_seconds``: of rank 0.
+            and ``peak_rss_bytes``; ``loading``: one entry per rank with ``rank``, ``bytes_needed``,
+            ``bytes_read``, ``bytes_skipped`` and ``seconds``, empty if vLLM-Omni loaded by itself;
+            ``step_seconds``: of rank 0.
         """
         pipeline = self.model_runner.pipeline  # type: ignore[attr-defined]
         total, experts = parameter_bytes(pipeline)
@@ -44,10 +46,15 @@ class ExpertParallelWorkerExtension:
             "parameter_bytes": total,
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        memory: list[Any] = [mine]
+        loading = getattr(pipeline, "loading_report", None)
+        pairs: list[Any] = [(mine, loading)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             from vllm_omni.diffusion.distributed.parallel_state import get_world_group
 
-            memory = [None] * dist.get_world_size()
-            dist.all_gather_object(memory, mine, group=get_world_group().cpu_group)
-        return {"memory": memory, "step_seconds": getattr(pipeline.pipeline, "step_seconds", [])}
+            pairs = [None] * dist.get_world_size()
+            dist.all_gather_object(pairs, (mine, loading), group=get_world_group().cpu_group)
+        return {
+            "memory": [memory for memory, _ in pairs],
+            "loading": [{"rank": memory["rank"], **loading} for memory, loading in pairs if loading],
+            "step_seconds": getattr(pipeline.pipeline, "step_seconds", []),
+        }

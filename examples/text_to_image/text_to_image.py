@@ -16,6 +16,7 @@ from typing import Any
 from omni_ep.config import RunRequest, check_checkpoint_folder, validate
 from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
+from omni_ep.loading import check_against_config, read_checkpoint
 from omni_ep.painting import Painter, Painting, PaintingError, single_rank, versions
 from omni_ep.platforms.selection import CPU_PLATFORM, check_platform_request
 from omni_ep.quality import compare as quality_of
@@ -68,6 +69,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     model.add_argument(
         "--trust-remote-code", action="store_true", help="let Python code of the checkpoint run"
+    )
+    model.add_argument(
+        "--check-weights", action="store_true", help="refuse weights that hold NaN or Inf while loading"
     )
     model.add_argument("--vae-use-tiling", action="store_true", help="decode the picture tile by tile")
 
@@ -158,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
     platform = check_platform_request()
     model = checkpoint(args.model)
     config = check_checkpoint_folder(model)
+    check_against_config(read_checkpoint(model), config)
     request = run_request(args, config)
     device_count, device_kind = devices(platform)
     warnings = validate(request, config, device_count=device_count, device_kind=device_kind)
@@ -185,10 +190,12 @@ def run(args: argparse.Namespace) -> int:
         "dtype": AUTO_DTYPE.get(device_kind, "bfloat16") if args.dtype == "auto" else args.dtype,
         "trust_remote_code": args.trust_remote_code,
         "vae_use_tiling": args.vae_use_tiling,
+        "check_weights": args.check_weights,
     }
     with Painter(model, request, **options) as painter:
         paintings = paint_all(painter, args)
         memory = painter.memory()
+        loading = painter.loading()
         startup_s = painter.startup_s
     for index, painting in enumerate(paintings):
         painting.image.save(numbered(args.output, index))
@@ -201,11 +208,17 @@ def run(args: argparse.Namespace) -> int:
             f"{entry['parameter_bytes']:,} of parameters, "
             f"peak memory {entry['peak_rss_bytes'] / 2**20:,.0f} MiB"
         )
+    for entry in loading:
+        print(
+            f"rank {entry['rank']}  read {entry['bytes_read']:,} bytes, skipped {entry['bytes_skipped']:,}, "
+            f"in {entry['seconds']:.2f} s"
+        )
 
     report: dict[str, Any] = {
         "layout": {**layout.to_dict(), "enable_expert_parallel": args.enable_expert_parallel},
         "timings": {"startup_s": startup_s, "per_step_s": per_step_s},
         "memory": memory,
+        "loading": loading,
         "quality": None,
         "versions": versions(),
     }

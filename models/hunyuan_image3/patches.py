@@ -5,12 +5,13 @@ Each substitution lasts for one ``with`` block and names the upstream line that 
 ``tests/unit/test_patches.py`` fails when upstream no longer needs it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from transformers import PretrainedConfig
+from vllm_omni.diffusion.model_loader import diffusers_loader
 from vllm_omni.diffusion.models.hunyuan_image3 import hunyuan_image3_transformer, pipeline_hunyuan_image3
 
 from omni_ep.models.hunyuan_image3.config import load_config
@@ -47,4 +48,29 @@ def expert_parallel_moe_block() -> Iterator[None]:
     Replacing the block after construction would allocate every layer's experts twice.
     """
     with _substitute(hunyuan_image3_transformer, "HunYuanSparseMoeBlock", HunyuanSparseMoeBlock):
+        yield
+
+
+@contextmanager
+def weights_iterator(read: Callable[[Sequence[str], int], Iterator[Any]]) -> Iterator[None]:
+    """``diffusers_loader.py:362`` and ``:375`` name the functions that go through every shard.
+
+    vLLM-Omni hard-codes its loader class (``diffusion_model_runner.py:339``) and calls one of the two,
+    multi-threaded or single, at the first tensor that ``load_weights`` asks for. Everything around
+    them, from finding the files to checkpoint adapters for quantized weights, stays upstream's.
+
+    Args:
+        read: from shard paths and a number of threads to ``(name, tensor)`` pairs.
+    """
+
+    def multi_thread(files: Sequence[str], use_tqdm: bool, max_workers: int = 4) -> Iterator[Any]:
+        return read(files, max_workers)
+
+    def single_thread(files: Sequence[str], *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return read(files, 1)
+
+    with (
+        _substitute(diffusers_loader, "multi_thread_safetensors_weights_iterator", multi_thread),
+        _substitute(diffusers_loader, "safetensors_weights_iterator", single_thread),
+    ):
         yield

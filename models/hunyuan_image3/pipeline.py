@@ -4,7 +4,9 @@
 With expert parallelism off this is vLLM-Omni's pipeline and its modules, bit for bit.
 """
 
+from collections.abc import Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +20,11 @@ from vllm_omni.diffusion.models.hunyuan_image3.pipeline_hunyuan_image3 import (
 )
 
 from omni_ep.config import RunRequest, validate_layout
+from omni_ep.loading import LoadingSettings, check_against_config, read_checkpoint
+from omni_ep.loading.reader import refuse_non_finite
 from omni_ep.models.hunyuan_image3 import patches, precision
 from omni_ep.models.hunyuan_image3.denoising import EpText2ImagePipeline
+from omni_ep.models.hunyuan_image3.loading import OwnedWeights
 
 __all__ = [
     "HunyuanImage3Pipeline",
@@ -45,7 +50,7 @@ def get_hunyuan_image_3_pre_process_func(od_config: OmniDiffusionConfig) -> Any:
 
 
 def refuse_impossible_layout(od_config: OmniDiffusionConfig) -> None:
-    """Check an expert-parallel layout against the checkpoint's config.
+    """Check an expert-parallel layout against the checkpoint's config, and a local checkpoint's headers.
 
     Raises:
         ConfigurationError: the first rule that is broken, with what would fit.
@@ -63,6 +68,8 @@ def refuse_impossible_layout(od_config: OmniDiffusionConfig) -> None:
     )
     config, _ = PretrainedConfig.get_config_dict(od_config.model)
     validate_layout(request, config)
+    if Path(od_config.model).is_dir():
+        check_against_config(read_checkpoint(od_config.model), config)
 
 
 # The name is upstream's: TeaCache and the NPU platform look pipelines up by class name.
@@ -75,12 +82,29 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
         with patches.config_from_json(trust_remote_code=od_config.trust_remote_code), moe_block:
             super().__init__(od_config)
         self._denoising: EpText2ImagePipeline | None = None
+        self.loading_report: dict[str, float] | None = None
         device_type = get_local_device().type
         self.runs_in_float32 = od_config.dtype == torch.float32
         if self.runs_in_float32:
             precision.keep_rotary_in_float32(self.model)
         if self.runs_in_float32 or device_type == "cpu":
             precision.run_vae_in_float32(self.vae, device_type)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load this rank's share and nothing else; without expert parallelism, load as vLLM-Omni does.
+
+        Raises:
+            ConfigurationError: the checkpoint is damaged or incomplete.
+        """
+        settings = LoadingSettings.from_additional_config(self.od_config.additional_config)
+        if self.od_config.parallel_config.enable_expert_parallel and settings.filter_weights:
+            owned = OwnedWeights(self, settings)
+            loaded = owned.load(weights, super().load_weights)
+            self.loading_report = owned.report
+            return loaded
+        if settings.check_weights:
+            weights = refuse_non_finite(iter(weights), self.od_config.model)
+        return super().load_weights(weights)
 
     @property
     def pipeline(self) -> EpText2ImagePipeline:

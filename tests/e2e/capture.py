@@ -52,6 +52,16 @@ class CaptureExtension(ExpertParallelWorkerExtension):
             **self.omni_ep_report(),
         }
 
+    def reload(self, loading: dict[str, bool], multi_thread: bool) -> None:
+        """Build the model once more and load it with other settings."""
+        config = self.od_config  # type: ignore[attr-defined]
+        config.additional_config["omni_ep"] = loading
+        config.enable_multithread_weight_load = multi_thread
+        context = self.vllm_config.compilation_config  # type: ignore[attr-defined]
+        context.static_forward_context.clear()
+        context.static_all_moe_layers.clear()
+        self.load_model()  # type: ignore[attr-defined]
+
     def use_stock_pipeline(self) -> str:
         """Build vLLM-Omni's own pipeline class with the same weights in place of omni-ep's."""
         from vllm_omni.diffusion import registry

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PURE = (
     *("errors", "geometry", "layout", "placement", "config", "units", "layout_names"),
     *("planner", "planner.cost", "planner.diagram", "planner.enumerate", "planner.report", "planner.rules"),
+    *("loading", "loading.completeness"),
 )
 
 

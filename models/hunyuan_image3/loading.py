@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a rank's own share of HunyuanImage-3 through vLLM-Omni's loader and weight loaders.
+
+vLLM-Omni resolves the files, and its ``load_weights`` puts every tensor where it belongs; only the iterator
+in between is omni-ep's, and it reads what the plan says.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from omni_ep.errors import ConfigurationError
+from omni_ep.geometry import MoEGeometry
+from omni_ep.loading import LoadingPlan, LoadingSettings, RankRole, check_against_config, plan_loading
+from omni_ep.loading.completeness import LoadCounter, check_complete
+from omni_ep.loading.headers import Checkpoint, read_checkpoint, read_headers
+from omni_ep.loading.progress import loading_bar
+from omni_ep.loading.reader import PlannedReader
+from omni_ep.models.hunyuan_image3 import patches
+
+logger = init_logger(__name__)
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+#: How ``hunyuan_image3_transformer.py:2318-2459`` renames a checkpoint tensor.
+_RENAMED = (("mlp.gate.wg.", "mlp.gate."), (".gate_and_up_proj.", ".gate_up_proj."))
+_RENAMED_WHOLE = {"model.wte.weight": "model.embed_tokens.weight", "model.ln_f.weight": "model.norm.weight"}
+_PACKED = (
+    (".q_proj.", ".qkv_proj."),
+    (".k_proj.", ".qkv_proj."),
+    (".v_proj.", ".qkv_proj."),
+    (".gate_proj.", ".gate_up_proj."),
+    (".up_proj.", ".gate_up_proj."),
+)
+#: Quantized checkpoints bring scales under names that upstream maps in many ways.
+_ALWAYS_WANTED = ("scale", "zero_point", "weight_packed", "g_idx", "weight_shape")
+
+
+def live_experts(pipeline: nn.Module, num_experts: int) -> dict[int, list[int]]:
+    """Global ids of this rank's experts by layer, as vLLM's modules place them."""
+    placed: dict[int, list[int]] = {}
+    for name, module in pipeline.named_modules():
+        if isinstance(module, RoutedExperts):
+            layer = int(name.split("layers.")[1].split(".")[0])
+            owned = module.expert_map_manager.map_global_to_local
+            placed[layer] = [expert for expert in range(num_experts) if owned(expert) >= 0]
+    return placed
+
+
+def has_home(pipeline: nn.Module) -> Callable[[str], bool]:
+    """Whether a checkpoint tensor's name leads to a parameter or buffer of the pipeline."""
+    places = {name for name, _ in pipeline.named_parameters()} | {
+        name for name, _ in pipeline.named_buffers()
+    }
+
+    def answer(name: str) -> bool:
+        if any(part in name for part in _ALWAYS_WANTED):
+            return True
+        renamed = _RENAMED_WHOLE.get(name, name)
+        for old, new in _RENAMED:
+            renamed = renamed.replace(old, new)
+        return renamed in places or any(renamed.replace(old, new) in places for old, new in _PACKED)
+
+    return answer
+
+
+class OwnedWeights:
+    """One load of one rank: its plan, what was read, and the check afterwards."""
+
+    def __init__(self, pipeline: Any, settings: LoadingSettings) -> None:
+        self.pipeline = pipeline
+        self.settings = settings
+        self.config: dict[str, Any] = pipeline.hf_config.to_dict()
+        self.geometry = MoEGeometry.from_config(self.config)
+        self.experts = live_experts(pipeline, self.geometry.num_experts)
+        self.is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
+        self.plan: LoadingPlan | None = None
+        self.bytes_read = 0
+        self.where = ""
+
+    def load(self, weights: Weights, stock_load: Callable[[Weights], set[str]]) -> set[str]:
+        """Run ``stock_load`` on the planned tensors.
+
+        Returns:
+            The names of the loaded parameters, as upstream's own check wants them.
+
+        Raises:
+            ConfigurationError: the checkpoint is damaged or incomplete.
+        """
+        started = time.perf_counter()
+        parameters = dict(self.pipeline.named_parameters())
+        counter = LoadCounter()
+        with counter.watching(parameters), patches.weights_iterator(self.read):
+            loaded = stock_load(weights)
+        if self.plan is None:
+            raise ConfigurationError(
+                f"{self.pipeline.od_config.model} has no safetensors weights, expert parallelism loads no "
+                "other format"
+            )
+        check_complete(
+            self.plan,
+            counter,
+            experts=self.experts,
+            # Quantized layers make parameters that no checkpoint fills; upstream judges those.
+            parameters=() if self.quantized else parameters,
+            loaded=loaded,
+            where=self.where,
+        )
+        self.report = {
+            "bytes_needed": self.plan.bytes_needed,
+            "bytes_read": self.bytes_read,
+            "bytes_skipped": self.plan.bytes_skipped,
+            "seconds": time.perf_counter() - started,
+        }
+        return loaded
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are, or will be, in a packed format."""
+        return bool(self.config.get("quantization_config") or self.pipeline.od_config.quantization_config)
+
+    def read(self, files: Sequence[str], threads: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The iterator that stands in for upstream's; ``files`` are the shards of one source."""
+        folder = Path(files[0]).parent
+        indexed = (folder / "model.safetensors.index.json").exists()
+        checkpoint = read_checkpoint(folder) if indexed else read_headers([Path(file) for file in files])
+        check_against_config(checkpoint, self.config)
+        self.where = checkpoint.where
+        self.plan = plan = plan_loading(
+            checkpoint,
+            self.geometry,
+            RankRole(
+                experts=self.experts,
+                tp_rank=get_tensor_model_parallel_rank(),
+                tp_size=get_tensor_model_parallel_world_size(),
+            ),
+            has_home=has_home(self.pipeline),
+            split_dense=not self.quantized,
+        )
+        if not self.quantized:
+            self._check_shapes(checkpoint, plan)
+        if plan.unasked and self.is_first_rank:
+            logger.warning(
+                "%s holds %d tensors that the model does not ask for; they are not read: %s",
+                checkpoint.where,
+                len(plan.unasked),
+                ", ".join(plan.unasked),
+            )
+        with loading_bar(plan.bytes_needed, enabled=self.is_first_rank) as progress:
+            reader = PlannedReader(
+                plan, threads=threads, check_finite=self.settings.check_weights, progress=progress
+            )
+            try:
+                yield from reader
+            finally:
+                self.bytes_read = reader.bytes_read + checkpoint.header_bytes
+
+    def _check_shapes(self, checkpoint: Checkpoint, plan: LoadingPlan) -> None:
+        """Hold what ``check_against_config`` cannot know against the modules."""
+        places = dict(self.pipeline.named_parameters()) | dict(self.pipeline.named_buffers())
+        for read in plan.reads:
+            place = places.get(read.name)
+            # A weight loader may split over TP, and asserts on shapes by itself.
+            if place is None or read.name.startswith("model.") or hasattr(place, "weight_loader"):
+                continue
+            header = checkpoint.tensors[read.name]
+            if header.shape != tuple(place.shape):
+                raise ConfigurationError(
+                    f"{header.file} holds {header.name} with shape {list(header.shape)}, the model expects "
+                    f"{list(place.shape)}; use the config.json that belongs to these weights"
+                )
+            if place.is_floating_point() and header.dtype[0] not in "FB":
+                raise ConfigurationError(
+                    f"{header.file} holds {header.name} as {header.dtype}, a floating-point format was "
+                    "expected; use the config.json that belongs to these weights"
+                )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`omni-ep inspect`: what a checkpoint holds, and what each rank of a layout would read of it."""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from omni_ep.config import check_checkpoint_folder, check_expert_parallel
+from omni_ep.geometry import MoEGeometry
+from omni_ep.layout import ParallelLayout
+from omni_ep.loading import Checkpoint, RankRole, check_against_config, plan_loading, read_checkpoint
+from omni_ep.loading.names import parse_expert, parse_layer
+
+_SIZES = {
+    "tensor_parallel_size": "ranks that split attention heads",
+    "ulysses_degree": "ranks that split the image's tokens",
+    "ring_degree": "ring sequence parallelism",
+    "cfg_parallel_size": "ranks that split the guidance branches",
+    "data_parallel_size": "replicas of the rest of the layout",
+}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what a checkpoint holds and what each rank would read",
+        description="Check a checkpoint's headers against its index and config.json, and show layers, "
+        "experts, dtypes, bytes by part, and the bytes each rank of a layout would read. No weight is read.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder")
+    for name, text in _SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help=text)
+    parser.add_argument(
+        "--enable-expert-parallel", action="store_true", help="spread the experts over all ranks"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; 0, or a ConfigurationError that names what is damaged."""
+    config = check_checkpoint_folder(args.model)
+    checkpoint = read_checkpoint(args.model)
+    check_against_config(checkpoint, config)
+    geometry = MoEGeometry.from_config(config)
+    layout = ParallelLayout.from_flags(**{name: getattr(args, name) for name in _SIZES})
+    if args.enable_expert_parallel:
+        check_expert_parallel(layout, geometry)
+    report = {
+        "path": str(args.model),
+        "layers": geometry.num_layers,
+        "moe_layers": len(geometry.moe_layers),
+        "experts": geometry.num_experts,
+        "files": len(checkpoint.files),
+        "tensors": len(checkpoint.tensors),
+        "bytes": checkpoint.nbytes,
+        "header_bytes": checkpoint.header_bytes,
+        "bytes_by_dtype": _by_dtype(checkpoint),
+        "bytes_by_part": _by_part(checkpoint),
+        "layout": layout.describe() if args.enable_expert_parallel else "expert parallelism is off",
+        "ranks": _ranks(checkpoint, config, geometry, layout, args.enable_expert_parallel),
+    }
+    print(json.dumps(report, indent=2) if args.json else _table(report))
+    return 0
+
+
+def _ranks(
+    checkpoint: Checkpoint,
+    config: dict[str, Any],
+    geometry: MoEGeometry,
+    layout: ParallelLayout,
+    expert_parallel: bool,
+) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = []
+    for rank in range(layout.world_size):
+        if not expert_parallel:
+            # vLLM-Omni's own loader reads every shard whole on every rank.
+            ranks.append({"rank": rank, "experts": [], "bytes_needed": checkpoint.nbytes, "bytes_skipped": 0})
+            continue
+        role = RankRole.linear(
+            geometry,
+            ep_rank=layout.ep_rank(rank),
+            ep_size=layout.ep_size,
+            tp_rank=layout.coordinates(rank).tp,
+            tp_size=layout.tp,
+        )
+        plan = plan_loading(checkpoint, geometry, role, split_dense=not config.get("quantization_config"))
+        ranks.append(
+            {
+                "rank": rank,
+                "experts": sorted(role.experts[geometry.moe_layers[0]]),
+                "bytes_needed": plan.bytes_needed,
+                "bytes_skipped": plan.bytes_skipped,
+            }
+        )
+    return ranks
+
+
+def _by_dtype(checkpoint: Checkpoint) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for header in checkpoint.tensors.values():
+        sizes[header.dtype] += header.nbytes
+    return dict(sizes.most_common())
+
+
+def _by_part(checkpoint: Checkpoint) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for header in checkpoint.tensors.values():
+        sizes[_part(header.name)] += header.nbytes
+    return dict(sizes.most_common())
+
+
+def _part(name: str) -> str:
+    if parse_expert(name) is not None:
+        return "routed experts"
+    if parse_layer(name) is None:
+        return "embeddings" if name.split(".")[0] in ("model", "lm_head") else name.split(".")[0]
+    module = name.split(".")[3]
+    if module == "mlp":
+        return {"shared_mlp": "shared experts", "gate": "gates"}.get(name.split(".")[4], "dense MLPs")
+    return "attention" if module == "self_attn" else "norms"
+
+
+def _table(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['path']}",
+        f"  {report['layers']} layers, {report['moe_layers']} of them with {report['experts']} experts each",
+        f"  {report['tensors']:,} tensors in {report['files']} files, {report['bytes']:,} bytes",
+        "",
+    ]
+    width = max(len(name) for name in (*report["bytes_by_part"], *report["bytes_by_dtype"]))
+    for title in ("bytes_by_dtype", "bytes_by_part"):
+        lines.append(title.replace("_", " "))
+        for name, size in report[title].items():
+            lines.append(f"  {name:<{width}}  {size:>18,}  {size / report['bytes']:6.1%}")
+        lines.append("")
+    lines += [f"what each rank reads ({report['layout']})", "  rank  experts          bytes        of all"]
+    for entry in report["ranks"]:
+        experts = entry["experts"]
+        shown = f"{experts[0]}-{experts[-1]}" if len(experts) > 1 else "".join(map(str, experts)) or "all"
+        share = entry["bytes_needed"] / report["bytes"]
+        lines.append(f"  {entry['rank']:>4}  {shown:<8} {entry['bytes_needed']:>15,}  {share:8.1%}")
+    return "\n".join(lines)

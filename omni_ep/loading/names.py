@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HunyuanImage-3.0's names for expert tensors, one per expert or all experts in one tensor."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_EXPERTS = r"^(?P<layer>.*\.layers\.(?P<index>\d+))\.mlp\.experts"
+_PER_EXPERT = re.compile(_EXPERTS + r"\.(?P<expert>\d+)\.(?P<leaf>.+)$")
+_FUSED = re.compile(_EXPERTS + r"\.(?P<leaf>[^.\d][^.]*(\..+)?)$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertName:
+    """What an expert tensor's name says.
+
+    Attributes:
+        stem: the name up to ``experts``, such as ``model.layers.3.mlp.experts``.
+        expert: global expert id; ``None`` when the tensor holds all experts, ``[num_experts, ...]``.
+        leaf: the rest, such as ``down_proj.weight``.
+    """
+
+    stem: str
+    layer: int
+    expert: int | None
+    leaf: str
+
+    def of_expert(self, expert: int) -> str:
+        """The name that one expert's part has in a checkpoint with one tensor per expert."""
+        # Fused checkpoints often leave the last part out: they hold parameters, not modules.
+        leaf = self.leaf if "." in self.leaf else f"{self.leaf}.weight"
+        return f"{self.stem}.{expert}.{leaf}"
+
+    @property
+    def is_scale(self) -> bool:
+        """A quantization scale rather than a weight."""
+        return "scale" in self.leaf.rsplit(".", 1)[-1]
+
+
+def parse_expert(name: str) -> ExpertName | None:
+    """The parts of an expert tensor's name, ``None`` for every other tensor."""
+    if match := _PER_EXPERT.match(name):
+        expert: int | None = int(match["expert"])
+    elif match := _FUSED.match(name):
+        expert = None
+    else:
+        return None
+    return ExpertName(f"{match['layer']}.mlp.experts", int(match["index"]), expert, match["leaf"])
+
+
+def parse_layer(name: str) -> int | None:
+    """The transformer layer a tensor belongs to, ``None`` outside the transformer's layers."""
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None

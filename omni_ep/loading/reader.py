@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries a loading plan out: positioned reads of the planned bytes and of nothing else.
+
+Files are read with ``preadv`` rather than mapped. A mapped page counts as this process's memory and hides
+from the operating system's read counters; the bytes read here can be held against ``/proc/self/io``.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from omni_ep.errors import ConfigurationError
+from omni_ep.loading.headers import DTYPE_BITS
+from omni_ep.loading.plan import LoadingPlan, Read
+
+WINDOW_BYTES = 192 * 2**20
+"""Bytes that may be read ahead of the model; one larger tensor passes alone."""
+
+_FINITE_CHECK_BYTES = 32 * 2**20
+_PREAD_BYTES = 2**30
+
+_TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+
+
+class PlannedReader:
+    """Iterates over ``(name, tensor)`` of a plan; tensors are on CPU.
+
+    Attributes:
+        bytes_read: what the operating system delivered so far.
+
+    Args:
+        plan: what to read, in which order.
+        threads: reads that run at the same time.
+        check_finite: refuse NaN and Inf.
+        progress: told the bytes of each finished tensor.
+    """
+
+    def __init__(
+        self,
+        plan: LoadingPlan,
+        *,
+        threads: int = 1,
+        check_finite: bool = False,
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        self.plan = plan
+        self.threads = max(1, threads)
+        self.check_finite = check_finite
+        self.progress = progress
+        self.bytes_read = 0
+        self._lock = Lock()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields in plan order.
+
+        Raises:
+            ConfigurationError: a file is unreadable, ends early, or holds NaN or Inf.
+        """
+        descriptors: dict[Path, int] = {}
+        pool = ThreadPoolExecutor(self.threads, thread_name_prefix="omni-ep-read")
+        try:
+            for file in sorted({read.header.file for read in self.plan.reads}):
+                descriptors[file] = _open(file)
+            yield from self._in_order(pool, descriptors)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+
+    def _in_order(
+        self, pool: ThreadPoolExecutor, descriptors: dict[Path, int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        waiting = deque(self.plan.reads)
+        running: deque[tuple[Read, Future[torch.Tensor]]] = deque()
+        ahead = 0
+        while waiting or running:
+            while waiting and (not running or ahead + waiting[0].nbytes <= WINDOW_BYTES):
+                read = waiting.popleft()
+                running.append((read, pool.submit(self._read, descriptors[read.header.file], read)))
+                ahead += read.nbytes
+            read, future = running.popleft()
+            tensor = future.result()
+            # The future holds the tensor as well, and would keep it while the model copies the next.
+            del future
+            self.progress(read.nbytes)
+            yield read.name, tensor
+            del tensor
+            ahead -= read.nbytes
+
+    def _read(self, descriptor: int, read: Read) -> torch.Tensor:
+        size = prod(read.shape) * DTYPE_BITS[read.header.dtype] // 8
+        # Pages of the buffer that no range touches are never backed by memory.
+        buffer = torch.empty(size, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        for start, stop in read.ranges:
+            self._fill(descriptor, read, view[start:stop], read.offset + start)
+        dtype = _TORCH_DTYPES[read.header.dtype]
+        if self.check_finite and dtype.is_floating_point:
+            for start, stop in read.ranges:
+                _refuse_non_finite(buffer[start:stop], dtype, read)
+        return buffer.view(dtype).view(read.shape)
+
+    def _fill(self, descriptor: int, read: Read, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(descriptor, [view[done : done + _PREAD_BYTES]], offset + done)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{read.header.file} cannot be read at byte {offset + done} ({error.strerror}), "
+                    f"{len(view)} bytes of {read.header.name} were expected; check the disk"
+                ) from None
+            if count == 0:
+                raise ConfigurationError(
+                    f"{read.header.file} ends at byte {offset + done}, {len(view) - done} more bytes of "
+                    f"{read.header.name} were expected; it became shorter while it was read"
+                )
+            done += count
+            with self._lock:
+                self.bytes_read += count
+
+
+def _open(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{file} cannot be read ({error.strerror}), a safetensors shard was expected; check its "
+            "permissions"
+        ) from None
+
+
+def _refuse_non_finite(buffer: torch.Tensor, dtype: torch.dtype, read: Read) -> None:
+    for start in range(0, len(buffer), _FINITE_CHECK_BYTES):
+        part = buffer[start : start + _FINITE_CHECK_BYTES].view(dtype)
+        if dtype.itemsize == 1:
+            part = part.float()
+        if not bool(torch.isfinite(part).all()):
+            raise non_finite(read.name, str(read.header.file), part)
+
+
+def non_finite(name: str, where: str, values: torch.Tensor) -> ConfigurationError:
+    """The error for a tensor with values that are not finite."""
+    kind = "NaN" if bool(torch.isnan(values).any()) else "Inf"
+    return ConfigurationError(
+        f"{where} holds {kind} in {name}, finite numbers were expected; download the file again"
+    )
+
+
+def refuse_non_finite(
+    weights: Iterator[tuple[str, torch.Tensor]], where: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass on what someone else has read, checked.
+
+    Raises:
+        ConfigurationError: a weight holds NaN or Inf.
+    """
+    for name, tensor in weights:
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+            raise non_finite(name, where, tensor.float())
+        yield name, tensor

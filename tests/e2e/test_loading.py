@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that load only their own: same bits, few bytes, little memory, and no silence about damage."""
+
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from omni_ep.checkpoint import CheckpointSpec, make_checkpoint, tensors
+from omni_ep.config import RunRequest
+from omni_ep.errors import ConfigurationError
+from omni_ep.geometry import MoEGeometry
+from omni_ep.loading import RankRole, plan_loading, read_checkpoint
+from omni_ep.placement import ExpertPlacement
+from omni_ep.platforms.cpu.executor import WorkerStartError
+from tests.e2e.engines import ranks
+from tests.ranks import run_on_ranks
+from tests.shards import DAMAGES, INDEX, copy_of_tiny, entries, header_of
+from tests.topologies import TOPOLOGIES, run_request
+from tests.workers import TINY, diffusion_config, worker
+
+pytestmark = pytest.mark.engine
+
+EP_TOPOLOGIES = [name for name, sizes in TOPOLOGIES.items() if sizes.get("enable_expert_parallel")]
+NEEDS_MORE_HEADS = "tp2*sp2+ep"
+MAX_OVERHEAD = 1.01
+MEMORY_ALLOWANCE = 512 * 2**20
+
+
+def bytes_planned(model: Path, request: RunRequest) -> list[int]:
+    """What ``omni-ep inspect`` predicts for each rank."""
+    geometry = MoEGeometry.from_config(json.loads((model / "config.json").read_text()))
+    layout = request.layout
+    return [
+        plan_loading(
+            read_checkpoint(model),
+            geometry,
+            RankRole.linear(
+                geometry,
+                ep_rank=layout.ep_rank(rank),
+                ep_size=layout.ep_size,
+                tp_rank=layout.coordinates(rank).tp,
+                tp_size=layout.tp,
+            ),
+        ).bytes_needed
+        for rank in range(layout.world_size)
+    ]
+
+
+@pytest.mark.parametrize("topology", ["one rank", *EP_TOPOLOGIES])
+def test_filtered_loading_paints_the_same_bits(topology: str, tmp_path: Path) -> None:
+    request = run_request(topology, enable_expert_parallel=True)
+    model = TINY
+    if topology == NEEDS_MORE_HEADS:
+        model = tmp_path / "model"
+        make_checkpoint(model, CheckpointSpec(num_attention_heads=8, num_key_value_heads=4, head_dim=16))
+    with ranks(request, model=model, dtype=torch.bfloat16) as live:
+        ours = live.paint()
+        live.call("reload", {"check_weights": True}, False)
+        single_thread = live.paint()
+        live.call("reload", {"filter_weights": False}, True)
+        upstream = live.paint()
+    assert upstream["loading"] == []
+    for painted in (ours, single_thread):
+        assert np.array_equal(painted["latents"][-1], upstream["latents"][-1])
+        assert np.array_equal(painted["image"], upstream["image"])
+        loading = painted["loading"]
+        assert [entry["bytes_needed"] for entry in loading] == bytes_planned(model, request)
+        whole = read_checkpoint(model).nbytes
+        for entry in loading:
+            assert entry["bytes_needed"] < entry["bytes_read"] <= MAX_OVERHEAD * entry["bytes_needed"]
+            assert entry["bytes_needed"] + entry["bytes_skipped"] == whole
+            assert entry["seconds"] > 0
+
+
+def sparse_checkpoint(folder: Path) -> int:
+    """One shard of about 1.5 GB that occupies no disk: its weights are zeros; returns its bytes."""
+    spec = CheckpointSpec(
+        num_layers=2, hidden_size=1024, num_experts=32, moe_intermediate_size=3584, num_shards=1
+    )
+    make_checkpoint(folder, CheckpointSpec(num_shards=1))
+    config = json.loads((folder / "config.json").read_text())
+    config.update(hidden_size=1024, num_experts=32, moe_intermediate_size=3584, intermediate_size=3584)
+    config["vit_aligner"]["n_embed"] = 1024
+    (folder / "config.json").write_text(json.dumps(config))
+    header, size = entries({name: ("BF16", shape) for name, shape in tensors(spec)})
+    [shard] = folder.glob("*.safetensors")
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(shard, 8 + len(text) + size)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(header, shard.name)}))
+    return size
+
+
+def _status(key: str) -> int:
+    """A ``kB`` figure of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _rchar() -> int:
+    """Bytes this process has asked the system for through read calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def load_and_measure(rank: int, od_config: Any) -> dict[str, int]:
+    with worker(rank, od_config) as instance:
+        # Makes the high-water mark start again from what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")
+        before, read_before = _status("VmRSS"), _rchar()
+        instance.load_model()
+        pipeline = instance.model_runner.pipeline
+        return {
+            "peak": _status("VmHWM") - before,
+            "own": sum(parameter.nbytes for parameter in pipeline.parameters()),
+            "os_read": _rchar() - read_before,
+            **(pipeline.loading_report or {}),
+        }
+
+
+def test_bytes_and_memory_of_a_load(tmp_path: Path) -> None:
+    size = sparse_checkpoint(tmp_path / "model")
+    request = run_request("tp2+ep")
+    config = diffusion_config(request, model=tmp_path / "model", dtype=torch.bfloat16)
+    for measured in run_on_ranks(load_and_measure, 2, config):
+        # The operating system's own counter; it holds the tokenizer and the configs as well.
+        assert measured["os_read"] <= MAX_OVERHEAD * measured["bytes_needed"]
+        assert measured["bytes_needed"] < 0.55 * size
+        # A shard held whole would not fit below this.
+        assert size > measured["own"] + MEMORY_ALLOWANCE
+        assert measured["peak"] <= measured["own"] + MEMORY_ALLOWANCE, f"{measured}"
+
+
+def damaged_expert(folder: Path, expert: int, word: bytes) -> Path:
+    """A copy of the tiny checkpoint with one value of one expert overwritten."""
+    copy_of_tiny(folder)
+    name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+    header = read_checkpoint(folder).tensors[name]
+    with header.file.open("r+b") as file:
+        file.seek(header.offset + 10)
+        file.write(word)
+    return folder
+
+
+def test_nan_in_one_expert_ends_the_start(tmp_path: Path) -> None:
+    request = run_request("tp2+ep")
+    # Expert 6 belongs to the second rank; the first sees nothing wrong.
+    assert ExpertPlacement.linear(8, 2).owner(6)[0] == 1
+    folder = damaged_expert(tmp_path / "model", 6, b"\xc0\x7f")
+    text = (
+        r"rank 1 failed to start: ConfigurationError: .*safetensors holds NaN in model.layers.1.mlp.experts.6"
+    )
+    started = time.monotonic()
+    with (
+        pytest.raises(WorkerStartError, match=text),
+        ranks(request, model=folder, additional_config={"omni_ep": {"check_weights": True}}),
+    ):
+        pass
+    assert time.monotonic() - started < 90
+    assert not [child for child in multiprocessing.active_children() if "DiffusionWorker" in child.name]
+
+
+def test_what_the_parent_did_not_see_the_rank_refuses(tmp_path: Path) -> None:
+    """Ranks check headers too: not every engine is started by the example."""
+    folder = copy_of_tiny(tmp_path / "model")
+    shard = folder / "model-0003-of-0003.safetensors"
+    header, _ = header_of(shard)
+    name = "vision_aligner.layers.0.weight"
+    assert name in header
+    text = shard.read_bytes()
+    shape, flipped = (json.dumps(header[name]["shape"][::step], separators=(",", ":")) for step in (1, -1))
+    old = text[: text.index(b'"data_offsets"', text.index(name.encode()))]
+    start = old.rindex(name.encode())
+    new = old[:start] + old[start:].replace(shape.encode(), flipped.encode())
+    if new == old:
+        shape, flipped = shape.replace(",", ", "), flipped.replace(",", ", ")
+        new = old[:start] + old[start:].replace(shape.encode(), flipped.encode())
+    assert new != old
+    shard.write_bytes(new + text[len(old) :])
+    with (
+        pytest.raises(WorkerStartError, match=rf"{shard.name} holds {name} with shape .* the model expects"),
+        ranks(run_request("one rank", enable_expert_parallel=True), model=folder),
+    ):
+        pass
+
+
+def test_any_engine_refuses_damage_before_a_rank_starts(tmp_path: Path) -> None:
+    """vLLM-Omni asks for the pipeline's preprocessing in the engine's process, before the workers."""
+    from omni_ep.models.hunyuan_image3.pipeline import get_hunyuan_image_3_pre_process_func
+
+    folder = copy_of_tiny(tmp_path / "model")
+    config = diffusion_config(run_request("tp2+ep"), model=folder)
+    get_hunyuan_image_3_pre_process_func(config)
+    do, text = DAMAGES["truncated shard"]
+    do(folder)
+    with pytest.raises(ConfigurationError, match=text):
+        get_hunyuan_image_3_pre_process_func(config)
+
+
+def test_two_engines_and_a_read_only_folder(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "model")
+    before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    for path in (*folder.iterdir(), folder):
+        path.chmod(0o555)
+    request = run_request("one rank", enable_expert_parallel=True)
+
+    def paint() -> np.ndarray:
+        with ranks(request, model=folder, dtype=torch.bfloat16) as live:
+            image: np.ndarray = live.paint()["image"]
+            return image
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first, second = pool.map(lambda _: paint(), range(2))
+    folder.chmod(0o755)
+    assert np.array_equal(first, second)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
