@@ -103,10 +103,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def quieten(verbose: bool) -> None:
-    """Keep the engine's log away unless it is asked for; errors stay."""
+    """Keep the engine's log away unless it is asked for; what ends a run is said in a sentence."""
     if verbose:
         return
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Ranks that are killed on Ctrl-C leave semaphores, which Python then cleans up by itself.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")

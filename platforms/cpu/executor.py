@@ -128,8 +128,14 @@ class ForkserverDiffusionExecutor(MultiprocDiffusionExecutor):
         # Upstream's monitor reports the death and then waits 15 s for ranks that may hang in a
         # collective with the dead one; a user waits for that as well.
         wait([process.sentinel for process in processes])
-        if not self._closed:
-            end_processes(processes, grace_s=1.0)
+        if self._closed:
+            return
+        for rank, process in enumerate(processes):
+            if not process.is_alive():
+                logger.critical("rank %d ended unexpectedly (exit code %s)", rank, process.exitcode)
+        # Not SIGTERM: upstream turns it into an exception wherever the rank happens to be.
+        for process in processes:
+            process.kill()
 
     def shutdown(self) -> None:
         """End every rank within seconds, also one that is in the middle of a step."""
