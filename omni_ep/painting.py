@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 
+from omni_ep import plugin
 from omni_ep.config import RunRequest
 from omni_ep.deploy import deploy_file, dit_deploy_config
 
@@ -71,9 +72,8 @@ class Painter:
         from vllm_omni.platforms import current_omni_platform
         from vllm_omni.plugins import load_omni_general_plugins
 
-        # vLLM-Omni reads the model's config before it loads plugins, and complains about
-        # code in the checkpoint that omni-ep does not need.
         load_omni_general_plugins()
+        plugin.register_configs()
         self.request = request
         arguments: dict[str, Any] = {
             "dtype": dtype,

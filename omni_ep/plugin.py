@@ -23,18 +23,25 @@ def omni_platform() -> str | None:
 
 
 def register() -> None:
-    """Register the pipelines that replace vLLM-Omni's, and the configs they need.
+    """Register the pipelines that replace vLLM-Omni's.
 
     A pipeline is imported when it is used; until then vLLM-Omni is as it was.
     """
-    from importlib import import_module
-
     from vllm_omni.diffusion.registry import register_diffusion_model
-
-    import_module("omni_ep.models.hunyuan_image3.config").register_config()
 
     register_diffusion_model(
         "HunyuanImage3ForCausalMM",
         module_name="omni_ep.models.hunyuan_image3.pipeline",
         class_name="HunyuanImage3Pipeline",
     )
+
+
+def register_configs() -> None:
+    """Make transformers read our models' configs without their code, in this process.
+
+    Pipelines do this when they are used. vLLM-Omni's engine reads a config before that, and
+    complains twice, two seconds apart, about code that nothing needs.
+    """
+    from importlib import import_module
+
+    import_module("omni_ep.models.hunyuan_image3.config").register_config()

@@ -23,6 +23,7 @@ from omni_ep.config import RunRequest, validate_layout
 from omni_ep.loading import LoadingSettings, check_against_config, read_checkpoint
 from omni_ep.loading.reader import refuse_non_finite
 from omni_ep.models.hunyuan_image3 import patches, precision
+from omni_ep.models.hunyuan_image3.config import register_config
 from omni_ep.models.hunyuan_image3.denoising import EpText2ImagePipeline
 from omni_ep.models.hunyuan_image3.loading import OwnedWeights
 
@@ -43,6 +44,7 @@ def get_hunyuan_image_3_pre_process_func(od_config: OmniDiffusionConfig) -> Any:
     Raises:
         ConfigurationError: the layout does not fit the model.
     """
+    register_config()
     if od_config.parallel_config.enable_expert_parallel:
         refuse_impossible_layout(od_config)
     with patches.config_from_json(trust_remote_code=od_config.trust_remote_code):
@@ -77,6 +79,7 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
     """vLLM-Omni's pipeline with omni-ep's MoE block, float32 on request, no remote code."""
 
     def __init__(self, od_config: OmniDiffusionConfig) -> None:
+        register_config()
         expert_parallel = od_config.parallel_config.enable_expert_parallel
         moe_block = patches.expert_parallel_moe_block() if expert_parallel else nullcontext()
         with patches.config_from_json(trust_remote_code=od_config.trust_remote_code), moe_block:

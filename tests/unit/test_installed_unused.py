@@ -121,9 +121,9 @@ def test_the_only_entry_changed_is_the_pipeline(installed: dict[str, Any]) -> No
     assert installed["pipeline"] == ["omni_ep.models.hunyuan_image3.pipeline", "", "HunyuanImage3Pipeline"]
 
 
-def test_transformers_knows_one_configuration_more(installed: dict[str, Any]) -> None:
-    """vLLM-Omni itself registers others when its models are first asked for."""
-    assert installed["our configurations"] == ["hunyuan_image_3_moe"]
+def test_transformers_knows_no_configuration_more(installed: dict[str, Any]) -> None:
+    """Registered for everybody, ours would take precedence over a class the user trusts."""
+    assert installed["our configurations"] == []
 
 
 def test_no_function_is_replaced(installed: dict[str, Any]) -> None:
