@@ -4,6 +4,9 @@
 It lives alone so that every module of the core can raise it without importing another one.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ConfigurationError(ValueError):
     """What the user asked for cannot run.
@@ -11,3 +14,20 @@ class ConfigurationError(ValueError):
     The text is one sentence that names the value found, the value needed and the fix. Commands print it
     without a traceback and exit with code 2.
     """
+
+
+@contextmanager
+def malformed(what: str) -> Iterator[None]:
+    """Turn the errors that values of a wrong type or a missing key cause into a ``ConfigurationError``.
+
+    Args:
+        what: the file that holds the values, for the sentence.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigurationError(
+            f"{what} is malformed ({type(error).__name__}: {error}); use the one that belongs to the model"
+        ) from error

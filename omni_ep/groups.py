@@ -95,12 +95,14 @@ def prepare_expert_parallel() -> ParallelLayout | None:
     if refold:
         if dp is not None and dp is not omni_ps._DP:
             dp.destroy()
+            vllm_ps._DP = None
         vllm_ps._DP = dp = _make_group(dispatch_groups, "dp")
     if refold or ep is None:
         # The EP group's all-to-all manager keeps the DP group it was made with
         # (base_device_communicator.py:50), so it cannot outlive the old one.
         if ep is not None:
             ep.destroy()
+            vllm_ps._EP = None
         vllm_ps._EP = ep = _make_group(ep_groups, "ep", use_all2all=True)
     assert dp is not None
     assert ep is not None

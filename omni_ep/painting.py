@@ -5,6 +5,7 @@ The example and the commands that compare runs share this, so that every figure 
 comes from the same place.
 """
 
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Mapping
@@ -153,10 +154,17 @@ class Painter:
         if exc is not None:
             # The engine would first wait for the picture that nobody wants any more.
             _end_children()
+            # What is left of the engine must not hide why the block was left.
+            with contextlib.suppress(Exception):
+                self.close()
+            return
         self.close()
 
     def _ask_workers(self) -> dict[str, Any]:
-        answer = self._omni.engine.collective_rpc("omni_ep_report", timeout=60.0)
+        try:
+            answer = self._omni.engine.collective_rpc("omni_ep_report", timeout=60.0)
+        except Exception as exc:
+            raise PaintingError(f"the ranks did not report their figures: {_reason(exc)}") from exc
         while isinstance(answer, list):
             [answer] = answer
         report: dict[str, Any] = answer
@@ -174,6 +182,7 @@ def single_rank(request: RunRequest) -> RunRequest:
         cfg_parallel_size=1,
         data_parallel_size=1,
         enable_expert_parallel=False,
+        use_hsdp=False,
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_ep.config import RunRequest, check_checkpoint_folder, validate
-from omni_ep.errors import ConfigurationError
+from omni_ep.errors import ConfigurationError, malformed
 from omni_ep.geometry import MoEGeometry
 from omni_ep.loading import check_against_config, read_checkpoint
 from omni_ep.painting import Painter, Painting, PaintingError, single_rank, versions
@@ -119,7 +119,8 @@ def devices(platform: str | None) -> tuple[int, str]:
         return len(os.sched_getaffinity(0)), "cpu"
     import torch
 
-    return torch.accelerator.device_count(), (platform or "accelerator").rsplit(".", 2)[-2]
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.accelerator.device_count(), accelerator.type if accelerator is not None else "accelerator"
 
 
 def checkpoint(model: str | None) -> str:
@@ -131,7 +132,7 @@ def checkpoint(model: str | None) -> str:
 
 
 def run_request(args: argparse.Namespace, config: dict[str, Any]) -> RunRequest:
-    base = int(config.get("image_base_size", 1024))
+    base = int(config.get("image_base_size") or 1024)
     return RunRequest(
         tensor_parallel_size=args.tensor_parallel_size,
         ulysses_degree=args.ulysses_degree,
@@ -149,8 +150,30 @@ def run_request(args: argparse.Namespace, config: dict[str, Any]) -> RunRequest:
     )
 
 
-def paint_all(painter: Painter, args: argparse.Namespace) -> list[Painting]:
-    return [painter.paint(args.prompt, args.seed + index) for index in range(args.num_images_per_prompt)]
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse before painting what could not be saved after it."""
+    if args.output.suffix.lower() != ".png":
+        raise ConfigurationError(f"--output is {args.output}, which does not end in .png; name a PNG file")
+    for flag, file in (("--output", args.output), ("--report", args.report)):
+        if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+            raise ConfigurationError(
+                f"{flag} is {file}, which cannot be written; name a file in a folder that exists and is yours"
+            )
+    last_seed = args.seed + args.num_images_per_prompt - 1
+    if not -(2**63) <= args.seed <= last_seed < 2**64:
+        raise ConfigurationError(f"--seed is {args.seed}, which does not fit 64 bits; use a smaller one")
+    if args.report is not None and args.report.absolute() == args.output.absolute():
+        raise ConfigurationError(f"--output and --report are both {args.output}; name two files")
+
+
+def paint_and_save(painter: Painter, args: argparse.Namespace) -> list[Painting]:
+    """Every picture is saved as soon as it is painted, so that a later failure loses none."""
+    paintings = []
+    for index in range(args.num_images_per_prompt):
+        paintings.append(painter.paint(args.prompt, args.seed + index))
+        paintings[-1].image.save(numbered(args.output, index))
+        print(f"saved   {numbered(args.output, index)}")
+    return paintings
 
 
 def numbered(path: Path, index: int) -> Path:
@@ -159,13 +182,15 @@ def numbered(path: Path, index: int) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     """Validate, paint, compare, report. Everything that can be refused is refused before a rank starts."""
+    check_outputs(args)
     platform = check_platform_request()
     model = checkpoint(args.model)
-    config = check_checkpoint_folder(model)
-    check_against_config(read_checkpoint(model), config)
-    request = run_request(args, config)
-    device_count, device_kind = devices(platform)
-    warnings = validate(request, config, device_count=device_count, device_kind=device_kind)
+    with malformed("config.json"):
+        config = check_checkpoint_folder(model)
+        request = run_request(args, config)
+        device_count, device_kind = devices(platform)
+        warnings = validate(request, config, device_count=device_count, device_kind=device_kind)
+        check_against_config(read_checkpoint(model), config)
     if args.negative_prompt:
         warnings.append("vLLM-Omni's HunyuanImage-3 takes no negative prompt; --negative-prompt is ignored.")
     if platform == CPU_PLATFORM:
@@ -193,15 +218,12 @@ def run(args: argparse.Namespace) -> int:
         "check_weights": args.check_weights,
     }
     with Painter(model, request, **options) as painter:
-        paintings = paint_all(painter, args)
+        paintings = paint_and_save(painter, args)
         memory = painter.memory()
         loading = painter.loading()
         startup_s = painter.startup_s
-    for index, painting in enumerate(paintings):
-        painting.image.save(numbered(args.output, index))
-        print(f"saved   {numbered(args.output, index)}")
     per_step_s = paintings[0].per_step_s
-    print(f"time    {startup_s:.1f} s to start, {per_step_s:.3f} s per step")
+    print(f"time    {startup_s:.1f} s to start" + (f", {per_step_s:.3f} s per step" if per_step_s else ""))
     for entry in memory:
         print(
             f"rank {entry['rank']}  {entry['expert_bytes']:,} bytes of experts, "
@@ -222,12 +244,19 @@ def run(args: argparse.Namespace) -> int:
         "quality": None,
         "versions": versions(),
     }
+    # Before the baseline too: a machine that cannot hold the model on one rank keeps its figures.
+    write_report(args.report, report)
     if args.compare_baseline:
         report["quality"] = compare_with_one_rank(args, model, request, paintings, options)
+        write_report(args.report, report)
     if args.report is not None:
-        args.report.write_text(json.dumps(report, indent=2) + "\n")
         print(f"report  {args.report}")
     return 0
+
+
+def write_report(file: Path | None, report: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def compare_with_one_rank(
@@ -240,7 +269,7 @@ def compare_with_one_rank(
     """Paint the same on one rank and say how close the pictures are; returns the worst figures."""
     print("starting 1 rank for the baseline ...", flush=True)
     with Painter(model, single_rank(request), **options) as painter:
-        baseline = paint_all(painter, args)
+        baseline = [painter.paint(args.prompt, args.seed + index) for index in range(len(paintings))]
     qualities = []
     for index, (painting, reference) in enumerate(zip(paintings, baseline, strict=True)):
         quality = quality_of(reference.image, painting.image)
@@ -259,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigurationError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
-    except PaintingError as exc:
+    except (PaintingError, OSError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ vLLM-Omni takes an executor's class path as ``distributed_executor_backend``
 import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ logger = init_logger(__name__)
 #: a collective for a rank that is gone does not see SIGTERM.
 _GRACE_S = 4.0
 _KILL_AFTER_S = 2.0
+
+#: Exit codes of a rank that was told to end, by us or by the operating system's user.
+_ASKED_TO_END = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 class WorkerStartError(RuntimeError):
@@ -88,30 +92,30 @@ class ForkserverDiffusionExecutor(MultiprocDiffusionExecutor):
         environment.setdefault("OMP_NUM_THREADS", "1")
         processes: list[BaseProcess] = []
         readers: list[Connection] = []
-        for rank in range(cast(int, self.od_config.num_gpus)):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank,
-                args=(
-                    environment,
-                    rank,
-                    writer,
-                    (
-                        self.od_config,
-                        broadcast_handle,
-                        wake_events[rank],
-                        self.od_config.worker_extension_cls,
-                        self.od_config.custom_pipeline_args,
-                    ),
-                ),
-                name=f"DiffusionWorker-{rank}",
-                daemon=True,
-            )
-            process.start()
-            writer.close()
-            processes.append(process)
-            readers.append(reader)
         try:
+            for rank in range(cast(int, self.od_config.num_gpus)):
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run_rank,
+                    args=(
+                        environment,
+                        rank,
+                        writer,
+                        (
+                            self.od_config,
+                            broadcast_handle,
+                            wake_events[rank],
+                            self.od_config.worker_extension_cls,
+                            self.od_config.custom_pipeline_args,
+                        ),
+                    ),
+                    name=f"DiffusionWorker-{rank}",
+                    daemon=True,
+                )
+                process.start()
+                writer.close()
+                processes.append(process)
+                readers.append(reader)
             handles = [handle for _, handle in sorted(_wait_until_ready(readers, processes).items())]
         except BaseException:
             end_processes(processes, grace_s=0.0)
@@ -131,7 +135,7 @@ class ForkserverDiffusionExecutor(MultiprocDiffusionExecutor):
         if self._closed:
             return
         for rank, process in enumerate(processes):
-            if not process.is_alive():
+            if not process.is_alive() and process.exitcode not in _ASKED_TO_END:
                 logger.critical("rank %d ended unexpectedly (exit code %s)", rank, process.exitcode)
         # Not SIGTERM: upstream turns it into an exception wherever the rank happens to be.
         for process in processes:

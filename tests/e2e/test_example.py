@@ -233,6 +233,15 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
     "pipeline stages": (["--pipeline-parallel-size", "2"], {}, r"pipeline stages"),
     "height": (["--height", "40"], {}, r"--height is 40.*multiple of 16"),
     "size not painted": (["--height", "96", "--width", "96"], {}, r"96x96 is not a size"),
+    "output folder": (
+        ["--output", "missing/x.png"],
+        {},
+        r"--output is missing/x.png, which cannot be written",
+    ),
+    "output format": (["--output", "x.gif"], {}, r"does not end in .png"),
+    "report folder": (["--report", "missing/r.json"], {}, r"--report is missing/r.json"),
+    "seed": (["--seed", str(2**70)], {}, r"--seed is \d+, which does not fit"),
+    "malformed config": ([], {"vae_downsample_factor": 16}, r"config.json is malformed"),
     "steps": (["--num-inference-steps", "0"], {}, r"--num-inference-steps.*got 0"),
 }
 
