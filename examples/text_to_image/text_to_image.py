@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to image with HunyuanImage-3 on vLLM-Omni, its experts spread over several ranks.
 
-Without ``--model`` a small random checkpoint is made once and painted with; point ``--model``
-at the HunyuanImage-3.0 folder to paint with the real one.
+Without ``--model`` it paints with the small trained checkpoint beside it (``examples/demo_model``), which
+knows flat shapes; point ``--model`` at the HunyuanImage-3.0 folder to paint with the real one.
 """
 
 import argparse
@@ -23,6 +23,10 @@ from omni_ep.quality import compare as quality_of
 from omni_ep.quality import sentence, side_by_side
 
 AUTO_DTYPE = {"cpu": "float32"}
+DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_model" / "checkpoint"
+PROMPT = "a red circle to the left of a blue square on a white background"
+STEPS, GUIDANCE = 50, 5.0
+"""Of HunyuanImage-3.0, for a checkpoint that does not say."""
 
 EXAMPLES = """examples:
   # two ranks, each with half of the experts, and the proof against one rank
@@ -44,16 +48,21 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, epilog=EXAMPLES, formatter_class=HelpFormatter)
     picture = parser.add_argument_group("picture")
-    picture.add_argument("--prompt", default="a red cube on a table", help="what to paint")
+    picture.add_argument("--prompt", default=PROMPT, help="what to paint")
     picture.add_argument(
         "--negative-prompt", default=None, help="not used by HunyuanImage-3; accepted and ignored"
     )
     picture.add_argument("--seed", type=int, default=42, help="seed of the noise; picture i uses seed + i")
     picture.add_argument("--height", type=int, default=None, help="pixels (None: the model's base size)")
     picture.add_argument("--width", type=int, default=None, help="pixels (None: the model's base size)")
-    picture.add_argument("--num-inference-steps", type=int, default=8, help="denoising steps")
     picture.add_argument(
-        "--guidance-scale", type=float, default=5.0, help="classifier-free guidance; 1 or less: none"
+        "--num-inference-steps", type=int, default=None, help="denoising steps (None: the checkpoint's own)"
+    )
+    picture.add_argument(
+        "--guidance-scale",
+        type=float,
+        default=None,
+        help="classifier-free guidance; 1 or less: none (None: the checkpoint's own)",
     )
     picture.add_argument("--num-images-per-prompt", type=int, default=1, help="pictures to paint")
     picture.add_argument(
@@ -62,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--model", default=None, help="checkpoint folder (None: a small random one, made once)"
+        "--model", default=None, help="checkpoint folder (None: the trained one of the examples)"
     )
     model.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto is bfloat16"
@@ -123,12 +132,15 @@ def devices(platform: str | None) -> tuple[int, str]:
     return torch.accelerator.device_count(), accelerator.type if accelerator is not None else "accelerator"
 
 
-def checkpoint(model: str | None) -> str:
-    if model is not None:
-        return model
-    from omni_ep.checkpoint import default_checkpoint
-
-    return str(default_checkpoint())
+def fill_in_from_checkpoint(args: argparse.Namespace, model: str) -> None:
+    """Steps and guidance that were not asked for: what `generation_config.json` recommends."""
+    file = Path(model) / "generation_config.json"
+    with malformed("generation_config.json"):
+        recommended = json.loads(file.read_text()) if file.is_file() else {}
+        if args.num_inference_steps is None:
+            args.num_inference_steps = int(recommended.get("diff_infer_steps", STEPS))
+        if args.guidance_scale is None:
+            args.guidance_scale = float(recommended.get("diff_guidance_scale", GUIDANCE))
 
 
 def run_request(args: argparse.Namespace, config: dict[str, Any]) -> RunRequest:
@@ -184,9 +196,10 @@ def run(args: argparse.Namespace) -> int:
     """Validate, paint, compare, report. Everything that can be refused is refused before a rank starts."""
     check_outputs(args)
     platform = check_platform_request()
-    model = checkpoint(args.model)
+    model = str(DEMO_CHECKPOINT) if args.model is None else args.model
     with malformed("config.json"):
         config = check_checkpoint_folder(model)
+        fill_in_from_checkpoint(args, model)
         request = run_request(args, config)
         device_count, device_kind = devices(platform)
         warnings = validate(request, config, device_count=device_count, device_kind=device_kind)

@@ -48,7 +48,7 @@ class CheckpointSpec:
         (32, 32, 32, 32, 32), "channels of the five VAE levels, multiples of 32"
     )
     vae_latent_channels: int = _setting(16, "channels of a latent")
-    vae_layers_per_block: int = _setting(1, "residual blocks per VAE encoder level")
+    vae_layers_per_block: int = _setting(1, "residual blocks per VAE encoder level; the decoder has one more")
     dtype: str = _setting("bf16", "number format of the weights")
     num_shards: int = _setting(3, "safetensors files to spread the weights over")
     seed: int = _setting(0, "seed of the random weights")
@@ -56,7 +56,7 @@ class CheckpointSpec:
     def __post_init__(self) -> None:
         for setting in fields(self):
             value = getattr(self, setting.name)
-            least = 0 if setting.name in ("num_shared_experts", "seed") else 1
+            least = 0 if setting.name in ("num_shared_experts", "vae_layers_per_block", "seed") else 1
             if setting.type is int and (type(value) is not int or value < least):
                 raise ConfigurationError(
                     f"{setting.name} must be a whole number from {least} up, not {value!r}."

@@ -288,5 +288,6 @@ def test_more_ranks_than_cores_is_one_warning(model: Path) -> None:
         ["--model", str(model), "--tensor-parallel-size", "2", "--cfg-parallel-size", "2"]
     )
     config = check_checkpoint_folder(model)
+    text_to_image.fill_in_from_checkpoint(args, str(model))
     [warning] = validate(text_to_image.run_request(args, config), config, device_count=2, device_kind="cpu")
     assert warning == "4 ranks share 2 CPU cores, so each step takes longer."
