@@ -3,8 +3,8 @@
 
 Routed experts on CPU: upstream's loop compares each of their tensors with three names of every expert
 (``hunyuan_image3_transformer.py:2389``) and copies it out of a buffer. Tensors larger than the reading
-window, on any device: a buffer for them would be most of a load's memory. Everything else, and whatever does not
-fit its parameter byte by byte, stays with upstream's weight loaders.
+window, on any device: a buffer for them would be most of a load's memory. Everything else, and whatever does
+not fit its parameter byte by byte, stays with upstream's weight loaders.
 """
 
 from __future__ import annotations
