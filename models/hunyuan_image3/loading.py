@@ -87,6 +87,7 @@ class OwnedWeights:
         self.is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         self.plan: LoadingPlan | None = None
         self.counter = LoadCounter()
+        self.placed: set[str] = set()
         self.bytes_read = 0
         self.where = ""
 
@@ -104,7 +105,7 @@ class OwnedWeights:
         with self.counter.watching(parameters), patches.weights_iterator(self.read):
             loaded = set(stock_load(weights))
         # What was placed passed upstream's loader by.
-        loaded.update(name for name, _, _ in self.counter.calls)
+        loaded |= self.placed
         if self.plan is None:
             raise ConfigurationError(
                 f"{self.pipeline.od_config.model} has no safetensors weights, expert parallelism loads no "
@@ -175,6 +176,7 @@ class OwnedWeights:
 
     def _count(self, placement: Placement) -> None:
         self.counter.calls.update(placement.loads)
+        self.placed.update(name for name, _, _ in placement.loads)
 
     def _check_shapes(self, checkpoint: Checkpoint, plan: LoadingPlan) -> None:
         """Hold what ``check_against_config`` cannot know against the modules."""
