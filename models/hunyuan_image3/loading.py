@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a rank's own share of HunyuanImage-3 through vLLM-Omni's loader and weight loaders.
 
-vLLM-Omni resolves the files, and its ``load_weights`` puts every tensor where it belongs; only the iterator
-in between is omni-ep's, and it reads what the plan says.
+vLLM-Omni resolves the files, and its ``load_weights`` puts tensors where they belong; the iterator in between
+is omni-ep's, and it reads what the plan says. Expert weights, most of the bytes, are read straight into their
+parameters instead (``placing``).
 """
 
 import time
@@ -22,9 +23,11 @@ from omni_ep.geometry import MoEGeometry
 from omni_ep.loading import LoadingPlan, LoadingSettings, RankRole, check_against_config, plan_loading
 from omni_ep.loading.completeness import LoadCounter, check_complete
 from omni_ep.loading.headers import Checkpoint, read_checkpoint, read_headers
+from omni_ep.loading.placement import Placement
 from omni_ep.loading.progress import loading_bar
 from omni_ep.loading.reader import PlannedReader
 from omni_ep.models.hunyuan_image3 import patches
+from omni_ep.models.hunyuan_image3.placing import placements
 
 logger = init_logger(__name__)
 
@@ -83,6 +86,8 @@ class OwnedWeights:
         self.experts = live_experts(pipeline, self.geometry.num_experts)
         self.is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         self.plan: LoadingPlan | None = None
+        self.counter = LoadCounter()
+        self.placed: set[str] = set()
         self.bytes_read = 0
         self.where = ""
 
@@ -97,9 +102,10 @@ class OwnedWeights:
         """
         started = time.perf_counter()
         parameters = dict(self.pipeline.named_parameters())
-        counter = LoadCounter()
-        with counter.watching(parameters), patches.weights_iterator(self.read):
-            loaded = stock_load(weights)
+        with self.counter.watching(parameters), patches.weights_iterator(self.read):
+            loaded = set(stock_load(weights))
+        # What was placed passed upstream's loader by.
+        loaded |= self.placed
         if self.plan is None:
             raise ConfigurationError(
                 f"{self.pipeline.od_config.model} has no safetensors weights, expert parallelism loads no "
@@ -107,7 +113,7 @@ class OwnedWeights:
             )
         check_complete(
             self.plan,
-            counter,
+            self.counter,
             experts=self.experts,
             # Quantized layers make parameters that no checkpoint fills; upstream judges those.
             parameters=() if self.quantized else parameters,
@@ -156,12 +162,21 @@ class OwnedWeights:
             )
         with loading_bar(plan.bytes_needed, enabled=self.is_first_rank) as progress:
             reader = PlannedReader(
-                plan, threads=threads, check_finite=self.settings.check_weights, progress=progress
+                plan,
+                threads=threads,
+                check_finite=self.settings.check_weights,
+                progress=progress,
+                placements={} if self.quantized else placements(self.pipeline, plan, self.config),
+                placed=self._count,
             )
             try:
                 yield from reader
             finally:
                 self.bytes_read = reader.bytes_read + checkpoint.header_bytes
+
+    def _count(self, placement: Placement) -> None:
+        self.counter.calls.update(placement.loads)
+        self.placed.update(name for name, _, _ in placement.loads)
 
     def _check_shapes(self, checkpoint: Checkpoint, plan: LoadingPlan) -> None:
         """Hold what ``check_against_config`` cannot know against the modules."""

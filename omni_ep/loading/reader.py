@@ -7,7 +7,7 @@ from the operating system's read counters; the bytes read here can be held again
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -17,15 +17,17 @@ import torch
 
 from omni_ep.errors import ConfigurationError
 from omni_ep.loading.headers import DTYPE_BITS
+from omni_ep.loading.placement import Destination, Placement
 from omni_ep.loading.plan import LoadingPlan, Read
 
 WINDOW_BYTES = 192 * 2**20
-"""Bytes that may be read ahead of the model; one larger tensor passes alone."""
+"""Bytes that may be read ahead of the model; one larger tensor without a placement passes alone."""
 
+_BOUNCE_BYTES = 32 * 2**20
 _FINITE_CHECK_BYTES = 32 * 2**20
 _PREAD_BYTES = 2**30
 
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -43,10 +45,14 @@ _TORCH_DTYPES = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
+"""torch's dtypes by safetensors' names."""
 
 
 class PlannedReader:
     """Iterates over ``(name, tensor)`` of a plan; tensors are on CPU.
+
+    Reads that have a placement are not handed out: after the last of the others they are read straight into
+    their parameters.
 
     Attributes:
         bytes_read: what the operating system delivered so far.
@@ -56,6 +62,8 @@ class PlannedReader:
         threads: reads that run at the same time.
         check_finite: refuse NaN and Inf.
         progress: told the bytes of each finished tensor.
+        placements: where reads go that are not handed out, by name.
+        placed: told each of those that is in place.
     """
 
     def __init__(
@@ -65,8 +73,12 @@ class PlannedReader:
         threads: int = 1,
         check_finite: bool = False,
         progress: Callable[[int], object] = lambda count: None,
+        placements: Mapping[str, Placement] | None = None,
+        placed: Callable[[Placement], object] = lambda placement: None,
     ) -> None:
         self.plan = plan
+        self.placements = placements or {}
+        self.placed = placed
         self.threads = max(1, threads)
         self.check_finite = check_finite
         self.progress = progress
@@ -74,7 +86,7 @@ class PlannedReader:
         self._lock = Lock()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields in plan order.
+        """Yields in plan order, then fills what has a placement.
 
         Raises:
             ConfigurationError: a file is unreadable, ends early, or holds NaN or Inf.
@@ -85,6 +97,7 @@ class PlannedReader:
             for file in sorted({read.header.file for read in self.plan.reads}):
                 descriptors[file] = _open(file)
             yield from self._in_order(pool, descriptors)
+            self._place_all(pool, descriptors)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             for descriptor in descriptors.values():
@@ -93,7 +106,7 @@ class PlannedReader:
     def _in_order(
         self, pool: ThreadPoolExecutor, descriptors: dict[Path, int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        waiting = deque(self.plan.reads)
+        waiting = deque(read for read in self.plan.reads if read.name not in self.placements)
         running: deque[tuple[Read, Future[torch.Tensor]]] = deque()
         ahead = 0
         while waiting or running:
@@ -114,14 +127,46 @@ class PlannedReader:
         size = prod(read.shape) * DTYPE_BITS[read.header.dtype] // 8
         # Pages of the buffer that no range touches are never backed by memory.
         buffer = torch.empty(size, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        view = _bytes_of(buffer)
         for start, stop in read.ranges:
             self._fill(descriptor, read, view[start:stop], read.offset + start)
-        dtype = _TORCH_DTYPES[read.header.dtype]
+        dtype = TORCH_DTYPES[read.header.dtype]
         if self.check_finite and dtype.is_floating_point:
             for start, stop in read.ranges:
                 _refuse_non_finite(buffer[start:stop], dtype, read)
         return buffer.view(dtype).view(read.shape)
+
+    def _place_all(self, pool: ThreadPoolExecutor, descriptors: dict[Path, int]) -> None:
+        placed = [read for read in self.plan.reads if read.name in self.placements]
+        futures = [pool.submit(self._place, descriptors[read.header.file], read) for read in placed]
+        for read, future in zip(placed, futures, strict=True):
+            future.result()
+            self.progress(read.nbytes)
+            self.placed(self.placements[read.name])
+
+    def _place(self, descriptor: int, read: Read) -> None:
+        dtype = TORCH_DTYPES[read.header.dtype]
+        for part in self.placements[read.name].parts:
+            if part.holds(dtype):
+                buffer = part.target.view(-1).view(torch.uint8)
+                self._fill(descriptor, read, _bytes_of(buffer), read.offset + part.start)
+                if self.check_finite and dtype.is_floating_point:
+                    _refuse_non_finite(buffer, dtype, read)
+            else:
+                self._bounce(descriptor, read, part, dtype)
+
+    def _bounce(self, descriptor: int, read: Read, part: Destination, dtype: torch.dtype) -> None:
+        """Fill a target of another device or dtype, a bounded buffer at a time."""
+        target = part.target.view(-1)
+        buffer = torch.empty(min(_BOUNCE_BYTES, part.stop - part.start), dtype=torch.uint8)
+        for start in range(part.start, part.stop, _BOUNCE_BYTES):
+            piece = buffer[: min(_BOUNCE_BYTES, part.stop - start)]
+            self._fill(descriptor, read, _bytes_of(piece), read.offset + start)
+            if self.check_finite and dtype.is_floating_point:
+                _refuse_non_finite(piece, dtype, read)
+            values = piece.view(dtype)
+            first = (start - part.start) // dtype.itemsize
+            target[first : first + len(values)].copy_(values)
 
     def _fill(self, descriptor: int, read: Read, view: memoryview, offset: int) -> None:
         done = 0
@@ -141,6 +186,10 @@ class PlannedReader:
             done += count
             with self._lock:
                 self.bytes_read += count
+
+
+def _bytes_of(buffer: torch.Tensor) -> memoryview:
+    return memoryview(buffer.numpy())  # type: ignore[arg-type]
 
 
 def _open(file: Path) -> int:
