@@ -50,8 +50,10 @@ def paint(
             start = torch.cat(
                 [noise(seed + index, model.config.latent_channels, side, side) for index in batch]
             )
-            branches = (encode(tokenizer, captions, SIDE, SIDE, SIDE, conditional=c) for c in (True, False))
-            latents = denoise(model, *branches, start, steps=steps, guidance=guidance, shift=shift)
+            wanted, unwanted = (
+                encode(tokenizer, captions, SIDE, SIDE, SIDE, conditional=c) for c in (True, False)
+            )
+            latents = denoise(model, wanted, unwanted, start, steps=steps, guidance=guidance, shift=shift)
             pictures.update(zip(batch, to_pixels(model, latents).numpy(), strict=True))
     return [pictures[index] for index in range(len(scenes))]
 

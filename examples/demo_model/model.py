@@ -351,7 +351,7 @@ class DemoModel(nn.Module):
 
     @property
     def moe_layers(self) -> list[MoE]:
-        return [layer.mlp for layer in self.model.layers]
+        return [module for module in self.model.layers.modules() if isinstance(module, MoE)]
 
     def forward(self, sequence: Sequence, latents: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """The velocity, noise minus picture.

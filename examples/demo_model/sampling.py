@@ -2,6 +2,7 @@
 """From noise to pictures with the plain model, on the timesteps vLLM-Omni uses."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -29,7 +30,7 @@ def denoise(
     on_step: Callable[[int, torch.Tensor], object] | None = None,
 ) -> torch.Tensor:
     """Latents after the last step, scaled; `on_step` is given each step's number and latents."""
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(steps)
     for index, timestep in enumerate(scheduler.timesteps):
         timesteps = timestep.repeat(len(latents))

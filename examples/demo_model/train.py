@@ -27,7 +27,7 @@ from examples.demo_model.pictures import SIDE, Scene, draw, random_scene
 from examples.demo_model.prompts import encode, special
 
 EXAMPLES = """examples:
-  # the published weights
+  # the settings of the published weights
   %(prog)s --output demo-model
 
   # go on after a stop
@@ -63,9 +63,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder for states and checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the states in the folder")
     parser.add_argument("--vae-steps", type=int, default=900, help="VAE steps on crops")
-    parser.add_argument("--vae-full-size-steps", type=int, default=60, help="VAE steps on whole pictures")
+    parser.add_argument("--vae-full-size-steps", type=int, default=100, help="VAE steps on whole pictures")
     parser.add_argument("--scenes", type=int, default=10_000, help="pictures to learn from")
-    parser.add_argument("--steps", type=int, default=5000, help="flow-matching steps")
+    parser.add_argument("--steps", type=int, default=3000, help="flow-matching steps")
     parser.add_argument("--prompts", type=int, default=figures.PROMPTS, help="prompts judged at the end")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything")
     parser.add_argument("--threads", type=int, default=2, help="processor threads")
@@ -229,9 +229,12 @@ def train_transformer(
 def initialise_(model: DemoModel) -> None:
     """Embeddings of the size of a normed hidden state; residual branches of the images start at nothing."""
     nn.init.normal_(model.model.wte.weight, std=0.5)
-    for block in (model.patch_embed.model[1], model.final_layer.model[0]):
-        nn.init.zeros_(block.out_layers[3].weight)
-    nn.init.zeros_(model.final_layer.model[1][2].weight)
+    for zero in (
+        "patch_embed.model.1.out_layers.3",
+        "final_layer.model.0.out_layers.3",
+        "final_layer.model.1.2",
+    ):
+        nn.init.zeros_(model.get_parameter(f"{zero}.weight"))
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Shapes: B pictures, C channels, T frames, H, W.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -146,12 +147,13 @@ class Encoder(nn.Module):
             if level + 1 < len(channels):
                 down.downsample = Downsample(width, channels[level + 1], temporal=level >= 2)
             self.down.append(down)
-        self.mid = _middle(channels[-1])
+        self.mid: Any = _middle(channels[-1])
         self.norm_out = _norm(channels[-1])
         self.conv_out = Conv(channels[-1], 2 * latent)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.conv_in(x)
+        down: Any
         for down in self.down:
             for block in down.block:
                 h = block(h)
@@ -168,7 +170,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.repeats = channels[0] // latent
         self.conv_in = Conv(latent, channels[0])
-        self.mid = _middle(channels[0])
+        self.mid: Any = _middle(channels[0])
         self.up = nn.ModuleList()
         for level, width in enumerate(channels):
             up = nn.Module()
@@ -182,6 +184,7 @@ class Decoder(nn.Module):
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         h = self.conv_in(z) + z.repeat_interleave(self.repeats, dim=1)
         h = self.mid.block_2(self.mid.attn_1(self.mid.block_1(h)))
+        up: Any
         for up in self.up:
             for block in up.block:
                 h = block(h)

@@ -92,7 +92,7 @@ def test_one_frame_equals_all_frames(blocks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "index"), [(64, 64, 16), (32, 128, 0), (128, 32, 32), (48, 80, 11)]
+    ("height", "width", "index"), [(64, 64, 16), (32, 128, 0), (128, 32, 32), (48, 80, 12)]
 )
 def test_image_ratio(height: int, width: int, index: int) -> None:
     assert image_ratio(height, width, 64) == index
