@@ -7,8 +7,6 @@ stand, and how far its pictures are from the reference's.
 
 import argparse
 import json
-import logging
-import os
 import sys
 from pathlib import Path
 from statistics import mean
@@ -22,6 +20,8 @@ from examples.demo_model import figures
 from examples.demo_model.checkpoint_files import CHECKPOINT, GUIDANCE, STEPS
 from examples.demo_model.judge import look
 from examples.demo_model.pictures import SIDE, Scene
+from examples.text_to_image.text_to_image import quieten
+from omni_ep.commands.layout_flags import HelpFormatter
 from omni_ep.config import RunRequest
 from omni_ep.errors import ConfigurationError
 from omni_ep.layout_names import parse_layouts
@@ -38,14 +38,11 @@ EXAMPLES = """examples:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        pass
-
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo_model.evaluate",
         description=__doc__,
         epilog=EXAMPLES,
-        formatter_class=Formatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="checkpoint folder")
     parser.add_argument("--layouts", default="1", help="names such as 1,tp2+ep,cfg2*sp2+ep; 1 is one rank")
@@ -134,10 +131,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    quieten(verbose=False)
     try:
         run(args)
     except (ConfigurationError, PaintingError) as error:

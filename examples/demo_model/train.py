@@ -7,6 +7,7 @@ Every step draws its data from the seed and its own number, so a run that was st
 
 import argparse
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from examples.demo_model.checkpoint_files import FLOW_SHIFT, GUIDANCE, STEPS
 from examples.demo_model.model import DemoModel, ModelConfig
 from examples.demo_model.pictures import SIDE, Scene, draw, random_scene
 from examples.demo_model.prompts import encode, special
+from omni_ep.commands.layout_flags import HelpFormatter
 
 EXAMPLES = """examples:
   # the settings of the published weights
@@ -51,14 +53,11 @@ LEARNING_RATE = 1e-3
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        pass
-
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo_model.train",
         description=__doc__,
         epilog=EXAMPLES,
-        formatter_class=Formatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--output", type=Path, required=True, help="folder for states and checkpoint")
     parser.add_argument("--resume", action="store_true", help="go on from the states in the folder")
@@ -77,7 +76,7 @@ def learning_rate(step: int, steps: int) -> float:
     warm_up = min(WARM_UP, steps // 10 + 1)
     if step < warm_up:
         return (step + 1) / warm_up
-    return 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * (step - warm_up) / max(1, steps - warm_up)))))
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
 
 def optimise(

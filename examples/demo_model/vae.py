@@ -10,7 +10,6 @@ Shapes: B pictures, C channels, T frames, H, W.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -135,6 +134,31 @@ class Upsample(nn.Module):
         middle[rows, source[:half]] -= 1
 
 
+class Level(nn.Module):
+    """Residual blocks at one resolution, then the step to the next, if one is added."""
+
+    def __init__(self, channels: int, blocks: int) -> None:
+        super().__init__()
+        self.block = nn.Sequential(*(ResnetBlock(channels) for _ in range(blocks)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+class Middle(nn.Module):
+    """The coarsest level."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.block_1, self.attn_1 = ResnetBlock(channels), AttnBlock(channels)
+        self.block_2 = ResnetBlock(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block_2(self.attn_1(self.block_1(x)))
+
+
 class Encoder(nn.Module):
     def __init__(self, channels: Sequence[int], latent: int, blocks: int) -> None:
         super().__init__()
@@ -142,24 +166,19 @@ class Encoder(nn.Module):
         self.conv_in = Conv(3, channels[0])
         self.down = nn.ModuleList()
         for level, width in enumerate(channels):
-            down = nn.Module()
-            down.block = nn.ModuleList(ResnetBlock(width) for _ in range(blocks))
+            down = Level(width, blocks)
             if level + 1 < len(channels):
                 down.downsample = Downsample(width, channels[level + 1], temporal=level >= 2)
             self.down.append(down)
-        self.mid: Any = _middle(channels[-1])
+        self.mid = Middle(channels[-1])
         self.norm_out = _norm(channels[-1])
         self.conv_out = Conv(channels[-1], 2 * latent)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.conv_in(x)
-        down: Any
         for down in self.down:
-            for block in down.block:
-                h = block(h)
-            if hasattr(down, "downsample"):
-                h = down.downsample(h)
-        h = self.mid.block_2(self.mid.attn_1(self.mid.block_1(h)))
+            h = down(h)
+        h = self.mid(h)
         b, _, t, height, width = h.shape
         shortcut = h.reshape(b, 2 * self.latent, -1, t, height, width).mean(2)
         return self.conv_out(functional.silu(self.norm_out(h))) + shortcut
@@ -170,11 +189,10 @@ class Decoder(nn.Module):
         super().__init__()
         self.repeats = channels[0] // latent
         self.conv_in = Conv(latent, channels[0])
-        self.mid: Any = _middle(channels[0])
+        self.mid = Middle(channels[0])
         self.up = nn.ModuleList()
         for level, width in enumerate(channels):
-            up = nn.Module()
-            up.block = nn.ModuleList(ResnetBlock(width) for _ in range(blocks + 1))
+            up = Level(width, blocks + 1)
             if level + 1 < len(channels):
                 up.upsample = Upsample(width, channels[level + 1], temporal=level < 2)
             self.up.append(up)
@@ -183,24 +201,10 @@ class Decoder(nn.Module):
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
         h = self.conv_in(z) + z.repeat_interleave(self.repeats, dim=1)
-        h = self.mid.block_2(self.mid.attn_1(self.mid.block_1(h)))
-        up: Any
+        h = self.mid(h)
         for up in self.up:
-            for block in up.block:
-                h = block(h)
-            if hasattr(up, "upsample"):
-                h = up.upsample(h)
+            h = up(h)
         return self.conv_out(functional.silu(self.norm_out(h)))
-
-
-def _middle(channels: int) -> nn.Module:
-    middle = nn.Module()
-    middle.block_1, middle.attn_1, middle.block_2 = (
-        ResnetBlock(channels),
-        AttnBlock(channels),
-        ResnetBlock(channels),
-    )
-    return middle
 
 
 class VAE(nn.Module):

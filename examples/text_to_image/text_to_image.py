@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from omni_ep.commands.layout_flags import HelpFormatter
 from omni_ep.config import RunRequest, check_checkpoint_folder, validate
 from omni_ep.errors import ConfigurationError, malformed
 from omni_ep.geometry import MoEGeometry
@@ -39,10 +40,6 @@ EXAMPLES = """examples:
   %(prog)s --model /path/to/HunyuanImage-3.0 --tensor-parallel-size 4 --cfg-parallel-size 2 \\
       --enable-expert-parallel --height 1024 --width 1024 --num-inference-steps 50
 """
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults in the option list, line breaks in the examples."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
@@ -27,7 +26,7 @@ from omni_ep.loading.placement import Placement
 from omni_ep.loading.progress import loading_bar
 from omni_ep.loading.reader import PlannedReader
 from omni_ep.models.hunyuan_image3 import patches
-from omni_ep.models.hunyuan_image3.placing import placements
+from omni_ep.models.hunyuan_image3.placing import placements, routed_experts
 
 logger = init_logger(__name__)
 
@@ -49,13 +48,10 @@ _ALWAYS_WANTED = ("scale", "zero_point", "weight_packed", "g_idx", "weight_shape
 
 def live_experts(pipeline: nn.Module, num_experts: int) -> dict[int, list[int]]:
     """Global ids of this rank's experts by layer, as vLLM's modules place them."""
-    placed: dict[int, list[int]] = {}
-    for name, module in pipeline.named_modules():
-        if isinstance(module, RoutedExperts):
-            layer = int(name.split("layers.")[1].split(".")[0])
-            owned = module.expert_map_manager.map_global_to_local
-            placed[layer] = [expert for expert in range(num_experts) if owned(expert) >= 0]
-    return placed
+    return {
+        layer: [e for e in range(num_experts) if module.expert_map_manager.map_global_to_local(e) >= 0]
+        for layer, (_, module) in routed_experts(pipeline).items()
+    }
 
 
 def has_home(pipeline: nn.Module) -> Callable[[str], bool]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint the example paints with when none is given: made once, kept in the user's cache."""
+"""The checkpoint `omni-ep parity` paints with when none is given: made once, kept in the user's cache."""
 
 import json
 import os
