@@ -3,6 +3,7 @@
 
 import logging
 import os
+import signal
 
 import pytest
 
@@ -10,6 +11,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+# A shell that starts the tests in the background has them, and what they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
