@@ -15,11 +15,14 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from omni_ep import plugin
 from omni_ep.config import RunRequest
 from omni_ep.deploy import deploy_file, dit_deploy_config
+from omni_ep.expert_load import ExpertLoad
+from omni_ep.placement import ExpertPlacement
 
 
 class PaintingError(RuntimeError):
@@ -141,6 +144,31 @@ class Painter:
         loading: list[dict[str, Any]] = self._ask_workers()["loading"]
         return loading
 
+    def count_expert_load(self) -> None:
+        """Count the tokens of each expert in every picture painted from now on.
+
+        Raises:
+            PaintingError: this platform's kernels choose experts without a router that could be asked.
+        """
+        self._ask_workers("omni_ep_count_expert_load")
+
+    def expert_load(self) -> ExpertLoad:
+        """Tokens per step, layer and expert, summed over the pictures since ``count_expert_load``.
+
+        Raises:
+            PaintingError: no router has reported a token.
+        """
+        answer = self._ask_workers("omni_ep_expert_load")
+        counts = np.array(answer["counts"], dtype=np.int64)
+        if not counts.any():
+            raise PaintingError("tokens per expert were not counted: no router has reported which it chose")
+        ep_size = self.request.layout.ep_size if self.request.enable_expert_parallel else 1
+        return ExpertLoad(
+            counts=counts,
+            layers=tuple(answer["layers"]),
+            placement=ExpertPlacement.linear(counts.shape[2], ep_size),
+        )
+
     def close(self) -> None:
         """End every rank; a second call does nothing."""
         self._omni.close()
@@ -160,15 +188,14 @@ class Painter:
             return
         self.close()
 
-    def _ask_workers(self) -> dict[str, Any]:
+    def _ask_workers(self, method: str = "omni_ep_report") -> Any:
         try:
-            answer = self._omni.engine.collective_rpc("omni_ep_report", timeout=60.0)
+            answer = self._omni.engine.collective_rpc(method, timeout=60.0)
         except Exception as exc:
             raise PaintingError(f"the ranks did not report their figures: {_reason(exc)}") from exc
         while isinstance(answer, list):
             [answer] = answer
-        report: dict[str, Any] = answer
-        return report
+        return answer
 
 
 def single_rank(request: RunRequest) -> RunRequest:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports from inside its workers: memory and loading per rank, seconds per step.
+"""What a run reports from inside its workers: memory and loading per rank, step times, tokens per expert.
 
 vLLM-Omni puts a ``worker_extension_cls`` first among the worker's bases, and its methods can
 be called over the engine's collective RPC.
@@ -26,6 +26,17 @@ def parameter_bytes(module: nn.Module) -> tuple[int, int]:
     return total, experts
 
 
+def of_every_rank(value: Any) -> list[Any]:
+    """Each rank's value, in rank order; every rank must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    from vllm_omni.diffusion.distributed.parallel_state import get_world_group
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=get_world_group().cpu_group)
+    return values
+
+
 class ExpertParallelWorkerExtension:
     """Mixed into every worker by ``omni_ep.painting``."""
 
@@ -47,14 +58,24 @@ class ExpertParallelWorkerExtension:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         loading = getattr(pipeline, "loading_report", None)
-        pairs: list[Any] = [(mine, loading)]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            from vllm_omni.diffusion.distributed.parallel_state import get_world_group
-
-            pairs = [None] * dist.get_world_size()
-            dist.all_gather_object(pairs, (mine, loading), group=get_world_group().cpu_group)
+        pairs = of_every_rank((mine, loading))
         return {
             "memory": [memory for memory, _ in pairs],
             "loading": [{"rank": memory["rank"], **loading} for memory, loading in pairs if loading],
             "step_seconds": getattr(pipeline.pipeline, "step_seconds", []),
         }
+
+    def omni_ep_count_expert_load(self) -> None:
+        """Count on every rank, from now on, how many tokens each expert gets."""
+        self.model_runner.pipeline.count_expert_load()  # type: ignore[attr-defined]
+
+    def omni_ep_expert_load(self) -> dict[str, Any]:
+        """The counts of all ranks added up; every rank answers the same.
+
+        Returns:
+            ``layers``: numbers of the counted layers; ``counts``: [step][layer][expert], summed over
+            the pictures since counting began, empty if no router has reported.
+        """
+        layers, mine = self.model_runner.pipeline.expert_load()  # type: ignore[attr-defined]
+        counted = [counts for counts in of_every_rank(mine) if counts is not None]
+        return {"layers": list(layers), "counts": sum(counted).tolist() if counted else []}

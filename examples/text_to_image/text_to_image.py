@@ -10,13 +10,19 @@ import json
 import logging
 import os
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from omni_ep.commands.layout_flags import HelpFormatter
 from omni_ep.config import RunRequest, check_checkpoint_folder, validate
 from omni_ep.errors import ConfigurationError, malformed
+from omni_ep.expert_load import ExpertLoad, check_countable
+from omni_ep.expert_load_plot import FLAG as PLOT_FLAG
+from omni_ep.expert_load_plot import plot_expert_load
+from omni_ep.figures import new_figure
 from omni_ep.geometry import MoEGeometry
+from omni_ep.layout import ParallelLayout
 from omni_ep.loading import check_against_config, read_checkpoint
 from omni_ep.painting import Painter, Painting, PaintingError, single_rank, versions
 from omni_ep.platforms.selection import CPU_PLATFORM, check_platform_request
@@ -104,6 +110,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     proof = parser.add_argument_group("proof")
     proof.add_argument("--compare-baseline", action="store_true", help="also paint on one rank and compare")
     proof.add_argument("--report", type=Path, default=None, metavar="FILE", help="write the figures as JSON")
+    proof.add_argument(
+        PLOT_FLAG,
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="draw the tokens each expert got over all pictures (.png, .svg, .pdf; None: do not count)",
+    )
     proof.add_argument("--verbose", action="store_true", help="show the engine's log")
     return parser.parse_args(argv)
 
@@ -163,7 +176,10 @@ def check_outputs(args: argparse.Namespace) -> None:
     """Refuse before painting what could not be saved after it."""
     if args.output.suffix.lower() != ".png":
         raise ConfigurationError(f"--output is {args.output}, which does not end in .png; name a PNG file")
-    for flag, file in (("--output", args.output), ("--report", args.report)):
+    if args.plot_expert_load is not None:
+        new_figure(args.plot_expert_load, flag=PLOT_FLAG)
+    outputs = (("--output", args.output), ("--report", args.report), (PLOT_FLAG, args.plot_expert_load))
+    for flag, file in outputs:
         if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
             raise ConfigurationError(
                 f"{flag} is {file}, which cannot be written; name a file in a folder that exists and is yours"
@@ -171,8 +187,10 @@ def check_outputs(args: argparse.Namespace) -> None:
     last_seed = args.seed + args.num_images_per_prompt - 1
     if not -(2**63) <= args.seed <= last_seed < 2**64:
         raise ConfigurationError(f"--seed is {args.seed}, which does not fit 64 bits; use a smaller one")
-    if args.report is not None and args.report.absolute() == args.output.absolute():
-        raise ConfigurationError(f"--output and --report are both {args.output}; name two files")
+    named = [(flag, file) for flag, file in outputs if file is not None]
+    for (flag, file), (other_flag, other) in combinations(named, 2):
+        if file.absolute() == other.absolute():
+            raise ConfigurationError(f"{flag} and {other_flag} are both {file}; name two files")
 
 
 def paint_and_save(painter: Painter, args: argparse.Namespace) -> list[Painting]:
@@ -201,6 +219,8 @@ def run(args: argparse.Namespace) -> int:
         device_count, device_kind = devices(platform)
         warnings = validate(request, config, device_count=device_count, device_kind=device_kind)
         check_against_config(read_checkpoint(model), config)
+        if args.plot_expert_load is not None:
+            check_countable(request, config, flag=PLOT_FLAG)
     if args.negative_prompt:
         warnings.append("vLLM-Omni's HunyuanImage-3 takes no negative prompt; --negative-prompt is ignored.")
     if platform == CPU_PLATFORM:
@@ -228,7 +248,10 @@ def run(args: argparse.Namespace) -> int:
         "check_weights": args.check_weights,
     }
     with Painter(model, request, **options) as painter:
+        if args.plot_expert_load is not None:
+            painter.count_expert_load()
         paintings = paint_and_save(painter, args)
+        expert_load = painter.expert_load() if args.plot_expert_load is not None else None
         memory = painter.memory()
         loading = painter.loading()
         startup_s = painter.startup_s
@@ -254,6 +277,8 @@ def run(args: argparse.Namespace) -> int:
         "quality": None,
         "versions": versions(),
     }
+    if expert_load is not None:
+        report["expert_load"] = show_expert_load(args, expert_load, model, layout)
     # Before the baseline too: a machine that cannot hold the model on one rank keeps its figures.
     write_report(args.report, report)
     if args.compare_baseline:
@@ -262,6 +287,22 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         print(f"report  {args.report}")
     return 0
+
+
+def show_expert_load(
+    args: argparse.Namespace, load: ExpertLoad, model: str, layout: ParallelLayout
+) -> dict[str, Any]:
+    """Draw and say how evenly the experts were loaded; returns the figures."""
+    steps, pictures = args.num_inference_steps, args.num_images_per_prompt
+    where = layout.describe() if args.enable_expert_parallel else "without expert parallelism"
+    plot_expert_load(
+        load,
+        args.plot_expert_load,
+        title=f"Tokens per expert: {Path(model).resolve().name}, {steps} step{'s' if steps > 1 else ''}, "
+        f"{pictures} picture{'s' if pictures > 1 else ''}\n{where}",
+    )
+    print(f"expert load: {load.sentence()}; saved {args.plot_expert_load}")
+    return {"file": str(args.plot_expert_load), "pictures": pictures, **load.to_dict()}
 
 
 def write_report(file: Path | None, report: dict[str, Any]) -> None:

@@ -9,7 +9,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import PretrainedConfig
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
@@ -20,11 +22,13 @@ from vllm_omni.diffusion.models.hunyuan_image3.pipeline_hunyuan_image3 import (
 )
 
 from omni_ep.config import RunRequest, validate_layout
+from omni_ep.groups import live_layout
 from omni_ep.loading import LoadingSettings, check_against_config, read_checkpoint
 from omni_ep.loading.reader import refuse_non_finite
 from omni_ep.models.hunyuan_image3 import patches, precision
 from omni_ep.models.hunyuan_image3.config import register_config
 from omni_ep.models.hunyuan_image3.denoising import EpText2ImagePipeline
+from omni_ep.models.hunyuan_image3.expert_load import ExpertLoadCounter
 from omni_ep.models.hunyuan_image3.loading import OwnedWeights
 
 __all__ = [
@@ -86,6 +90,7 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
             super().__init__(od_config)
         self._denoising: EpText2ImagePipeline | None = None
         self.loading_report: dict[str, float] | None = None
+        self._expert_load: ExpertLoadCounter | None = None
         device_type = get_local_device().type
         self.runs_in_float32 = od_config.dtype == torch.float32
         if self.runs_in_float32:
@@ -125,3 +130,29 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
         if self.runs_in_float32:
             forward_call = precision.without_autocast(forward_call, self.device.type)
         return forward_call(*args, **kwargs)
+
+    def count_expert_load(self) -> None:
+        """Count from now on how many tokens each expert gets; a second call does nothing.
+
+        Raises:
+            NotImplementedError: the platform's kernels choose experts by themselves.
+        """
+        if self._expert_load is not None:
+            return
+        guided = not getattr(self.model.config, "cfg_distilled", False)
+        self._expert_load = ExpertLoadCounter(
+            self.model.layers,
+            layout=live_layout(),
+            rank=dist.get_rank(),
+            branches_split=lambda: guided and self.pipeline.do_classifier_free_guidance,
+        )
+
+    def expert_load(self) -> tuple[tuple[int, ...], np.ndarray | None]:
+        """Numbers of the counted layers, and this rank's part of the counts, int64 [step, layer, expert].
+
+        Raises:
+            RuntimeError: nobody has asked to count.
+        """
+        if self._expert_load is None:
+            raise RuntimeError("tokens per expert are not counted; call count_expert_load() before painting")
+        return self._expert_load.layers, self._expert_load.counts()

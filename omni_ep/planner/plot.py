@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from omni_ep.errors import ConfigurationError
+from omni_ep.figures import new_figure
 from omni_ep.planner.plan import Plan
 from omni_ep.planner.weights import Part
 from omni_ep.units import format_bytes
@@ -34,18 +34,7 @@ def plot_memory(plans: Sequence[tuple[str, Plan]], file: Path, *, title: str) ->
     Raises:
         ConfigurationError: if matplotlib is not installed or does not know the suffix.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError(
-            "--plot needs matplotlib, which is not installed; install it with pip install 'omni-ep[plot]'"
-        ) from None
-    figure = Figure(figsize=(10, 1.6 + 0.42 * len(plans)), layout="constrained")
-    if file.suffix.lstrip(".").lower() not in FigureCanvasAgg(figure).get_supported_filetypes():
-        raise ConfigurationError(
-            f"--plot cannot write {file.name!r}: its suffix names no picture format; use .png, .svg or .pdf"
-        )
+    figure = new_figure(file, flag="--plot", size=(10, 1.6 + 0.42 * len(plans)))
     axes = figure.subplots()
     names = [name for name, _ in plans]
     base = [0.0] * len(plans)

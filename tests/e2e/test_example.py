@@ -17,6 +17,8 @@ import pytest
 
 from examples.text_to_image import text_to_image
 from omni_ep.checkpoint import CheckpointSpec, inventory, make_checkpoint
+from omni_ep.layout import ParallelLayout
+from omni_ep.planner import Workload
 
 EXAMPLE = Path(text_to_image.__file__)
 START_TIMEOUT_S = 240.0
@@ -115,6 +117,7 @@ def test_picture_proof_and_report(start: Callable[..., Run], tmp_path: Path, mod
         model,
         *("--tensor-parallel-size", 2, "--enable-expert-parallel", "--compare-baseline"),
         *("--num-inference-steps", 4, "--num-images-per-prompt", 2, "--report", "report.json"),
+        *("--plot-expert-load", "load.png"),
         CXX="/bin/false",
         CC="/bin/false",
         TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
@@ -139,7 +142,28 @@ def test_picture_proof_and_report(start: Callable[..., Run], tmp_path: Path, mod
     assert set(report["quality"]) == {"identical", "psnr_db", "ssim", "mean_abs", "p99_abs", "max_abs"}
     assert report["quality"]["identical"] or report["quality"]["psnr_db"] >= 60
     assert {"omni-ep", "vllm", "vllm-omni", "torch"} <= set(report["versions"])
+    _check_expert_load(report["expert_load"], text, tmp_path)
     assert "Traceback" not in text
+
+
+def _check_expert_load(load: dict[str, Any], text: str, folder: Path) -> None:
+    """Two pictures of four steps on two ranks."""
+    assert load["file"] == "load.png"
+    assert (folder / "load.png").stat().st_size > 10_000
+    assert (load["pictures"], load["steps"], len(load["layers"])) == (2, 4, CheckpointSpec().num_layers)
+    # The checkpoint's tokenizer makes one token of a byte.
+    size = CheckpointSpec().image_base_size
+    work = Workload(height=size, width=size, prompt_tokens=len("a red cube on a table"))
+    tokens = [work.first_step(ParallelLayout()).total, *[work.later_step(ParallelLayout()).total] * 3]
+    routed = [2 * count * CheckpointSpec().top_k for count in tokens]
+    for layer in load["layers"]:
+        assert sum(layer["tokens_per_expert"]) == sum(routed)
+    for step, expected in zip(load["per_step"], routed, strict=True):
+        assert sum(step["tokens_per_rank"]) == expected * CheckpointSpec().num_layers
+        assert 1 <= step["max_over_mean"] <= step["layer_by_layer"] <= 2
+    busiest = load["busiest_expert"]
+    assert f"expert load: busiest expert {busiest['over_mean']:.2f}x the mean" in text
+    assert "saved load.png" in text
 
 
 LONG = ("--num-inference-steps", 1000, "--tensor-parallel-size", 2, "--enable-expert-parallel")
@@ -240,6 +264,27 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
     ),
     "output format": (["--output", "x.gif"], {}, r"does not end in .png"),
     "report folder": (["--report", "missing/r.json"], {}, r"--report is missing/r.json"),
+    "plot folder": (
+        ["--plot-expert-load", "missing/x.png"],
+        {},
+        r"--plot-expert-load is missing/x.png, which cannot be written",
+    ),
+    "plot format": (["--plot-expert-load", "x.txt"], {}, r"--plot-expert-load cannot write 'x.txt'"),
+    "plot over the picture": (
+        ["--plot-expert-load", "output.png"],
+        {},
+        r"--output and --plot-expert-load are both output.png; name two files",
+    ),
+    "plot of tokens split without EP": (
+        ["--plot-expert-load", "x.png", "--ulysses-degree", "2"],
+        {},
+        r"--plot-expert-load on 2 ranks.*needs --enable-expert-parallel",
+    ),
+    "plot of a dense model": (
+        ["--plot-expert-load", "x.png"],
+        {"num_experts": 1},
+        r"--plot-expert-load needs a mixture-of-experts model",
+    ),
     "seed": (["--seed", str(2**70)], {}, r"--seed is \d+, which does not fit"),
     "malformed config": ([], {"vae_downsample_factor": 16}, r"config.json is malformed"),
     "steps": (["--num-inference-steps", "0"], {}, r"--num-inference-steps.*got 0"),

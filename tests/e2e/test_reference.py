@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from omni_ep.layout import ParallelLayout
+from omni_ep.planner import Workload
 from omni_ep.quality import LOSSY, PARITY, compare
 from tests.e2e.capture import max_error
 from tests.e2e.engines import ranks
@@ -26,12 +28,33 @@ MAX_LATENT_ERROR = 1e-4
 NEEDS_MORE_HEADS = "tp2*sp2+ep"
 #: Expert parameters of the tiny checkpoint in float32: 2 layers × 8 experts × 3 × 128 × 64 × 4 bytes.
 TINY_EXPERT_BYTES = 2 * 8 * 3 * 128 * 64 * 4
+TOP_K = 2
+PROMPT_TOKENS = len("a red cube on a table")
+"""The checkpoint's tokenizer makes one token of a byte."""
+
+
+@pytest.fixture(scope="module")
+def load_of_one_rank() -> np.ndarray:
+    """Tokens of each expert, [step, layer, expert], over the pictures of ``SIZES``."""
+    with ranks(run_request("one rank"), dtype=torch.float32) as live:
+        live.call("omni_ep_count_expert_load")
+        for height, width in SIZES.values():
+            live.paint(height=height, width=width)
+        counts = np.array(live.call("omni_ep_expert_load")["counts"])
+    works = [Workload(height=h, width=w, prompt_tokens=PROMPT_TOKENS) for h, w in SIZES.values()]
+    first = sum(work.first_step(ParallelLayout()).total for work in works)
+    later = sum(work.later_step(ParallelLayout()).total for work in works)
+    assert counts.shape == (4, 2, 8)
+    assert counts.sum(axis=2).tolist() == [[tokens * TOP_K] * 2 for tokens in (first, later, later, later)]
+    return counts
 
 
 @pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name != NEEDS_MORE_HEADS])
-def test_float32_equals_ground_truth(topology: str) -> None:
+def test_float32_equals_ground_truth(topology: str, load_of_one_rank: np.ndarray) -> None:
+    """The picture, the bytes of experts, and the tokens that each expert got."""
     request = run_request(topology)
     with ranks(request, dtype=torch.float32) as live:
+        live.call("omni_ep_count_expert_load")
         for name, (height, width) in SIZES.items():
             painted = live.paint(height=height, width=width)
             with np.load(REFERENCE / f"{name}.npz") as truth:
@@ -39,6 +62,7 @@ def test_float32_equals_ground_truth(topology: str) -> None:
                     error = max_error(latents, truth[f"latents_{step}"])
                     assert error <= MAX_LATENT_ERROR, f"{name}, step {step}: {error:.2e} of the maximum"
                 assert PARITY.verdict(compare(truth["image"], painted["image"])) == []
+        assert np.array_equal(live.call("omni_ep_expert_load")["counts"], load_of_one_rank)
     _check_expert_bytes(painted, request, TINY_EXPERT_BYTES)
 
 
