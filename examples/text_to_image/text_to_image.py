@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -191,6 +192,22 @@ def check_outputs(args: argparse.Namespace) -> None:
     for (flag, file), (other_flag, other) in combinations(named, 2):
         if file.absolute() == other.absolute():
             raise ConfigurationError(f"{flag} and {other_flag} are both {file}; name two files")
+    for flag, file in named[1:]:
+        if is_picture(args, file):
+            raise ConfigurationError(
+                f"{flag} is {file}, where a picture of --output {args.output} is saved; name another file"
+            )
+
+
+def is_picture(args: argparse.Namespace, file: Path) -> bool:
+    """Whether a numbered picture or a comparison will be saved as `file`."""
+    output: Path = args.output
+    if (file.absolute().parent, file.suffix) != (output.absolute().parent, output.suffix):
+        return False
+    name = re.fullmatch(rf"{re.escape(output.stem)}(_comparison)?(?:_([1-9]\d*))?", file.stem)
+    if name is None or (name[1] and not args.compare_baseline):
+        return False
+    return int(name[2] or 0) < args.num_images_per_prompt
 
 
 def paint_and_save(painter: Painter, args: argparse.Namespace) -> list[Painting]:

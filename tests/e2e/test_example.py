@@ -275,6 +275,16 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
         {},
         r"--output and --plot-expert-load are both output.png; name two files",
     ),
+    "plot over a numbered picture": (
+        ["--plot-expert-load", "output_1.png", "--num-images-per-prompt", "2"],
+        {},
+        r"--plot-expert-load is output_1.png, where a picture of --output output.png is saved",
+    ),
+    "report over the comparison": (
+        ["--report", "output_comparison.png", "--compare-baseline"],
+        {},
+        r"--report is output_comparison.png, where a picture",
+    ),
     "plot of tokens split without EP": (
         ["--plot-expert-load", "x.png", "--ulysses-degree", "2"],
         {},
