@@ -144,6 +144,11 @@ class Painter:
         loading: list[dict[str, Any]] = self._ask_workers()["loading"]
         return loading
 
+    def loading_warning(self) -> str | None:
+        """What loading found odd and went on with; the engine's log, which may be off, has it too."""
+        warning: str | None = self._ask_workers()["loading_warning"]
+        return warning
+
     def count_expert_load(self) -> None:
         """Count the tokens of each expert in every picture painted from now on.
 

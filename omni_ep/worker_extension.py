@@ -47,7 +47,7 @@ class ExpertParallelWorkerExtension:
             ``memory``: one entry per rank with ``rank``, ``expert_bytes``, ``parameter_bytes``
             and ``peak_rss_bytes``; ``loading``: one entry per rank with ``rank``, ``bytes_needed``,
             ``bytes_read``, ``bytes_skipped`` and ``seconds``, empty if vLLM-Omni loaded by itself;
-            ``step_seconds``: of rank 0.
+            ``loading_warning``: a sentence or ``None``; ``step_seconds``: of rank 0.
         """
         pipeline = self.model_runner.pipeline  # type: ignore[attr-defined]
         total, experts = parameter_bytes(pipeline)
@@ -62,6 +62,7 @@ class ExpertParallelWorkerExtension:
         return {
             "memory": [memory for memory, _ in pairs],
             "loading": [{"rank": memory["rank"], **loading} for memory, loading in pairs if loading],
+            "loading_warning": getattr(pipeline, "loading_warning", None),
             "step_seconds": getattr(pipeline.pipeline, "step_seconds", []),
         }
 

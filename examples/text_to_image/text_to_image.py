@@ -265,6 +265,8 @@ def run(args: argparse.Namespace) -> int:
         "check_weights": args.check_weights,
     }
     with Painter(model, request, **options) as painter:
+        if warning_of_loading := painter.loading_warning():
+            print(f"warning: {warning_of_loading}", file=sys.stderr)
         if args.plot_expert_load is not None:
             painter.count_expert_load()
         paintings = paint_and_save(painter, args)

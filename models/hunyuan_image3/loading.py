@@ -86,6 +86,7 @@ class OwnedWeights:
         self.placed: set[str] = set()
         self.bytes_read = 0
         self.where = ""
+        self.warning: str | None = None
 
     def load(self, weights: Weights, stock_load: Callable[[Weights], set[str]]) -> set[str]:
         """Run ``stock_load`` on the planned tensors.
@@ -149,13 +150,13 @@ class OwnedWeights:
         )
         if not self.quantized:
             self._check_shapes(checkpoint, plan)
-        if plan.unasked and self.is_first_rank:
-            logger.warning(
-                "%s holds %d tensors that the model does not ask for; they are not read: %s",
-                checkpoint.where,
-                len(plan.unasked),
-                ", ".join(plan.unasked),
+        if plan.unasked:
+            self.warning = (
+                f"{checkpoint.where} holds {len(plan.unasked)} tensor(s) that the model does not ask for; "
+                f"they are not read: {', '.join(plan.unasked)}"
             )
+            if self.is_first_rank:
+                logger.warning("%s", self.warning)
         with loading_bar(plan.bytes_needed, enabled=self.is_first_rank) as progress:
             reader = PlannedReader(
                 plan,

@@ -90,6 +90,7 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
             super().__init__(od_config)
         self._denoising: EpText2ImagePipeline | None = None
         self.loading_report: dict[str, float] | None = None
+        self.loading_warning: str | None = None
         self._expert_load: ExpertLoadCounter | None = None
         device_type = get_local_device().type
         self.runs_in_float32 = od_config.dtype == torch.float32
@@ -108,7 +109,7 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
         if self.od_config.parallel_config.enable_expert_parallel and settings.filter_weights:
             owned = OwnedWeights(self, settings)
             loaded = owned.load(weights, super().load_weights)
-            self.loading_report = owned.report
+            self.loading_report, self.loading_warning = owned.report, owned.warning
             return loaded
         if settings.check_weights:
             weights = refuse_non_finite(iter(weights), self.od_config.model)

@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from examples.text_to_image import text_to_image
 from omni_ep.checkpoint import CheckpointSpec, inventory, make_checkpoint
 from omni_ep.layout import ParallelLayout
 from omni_ep.planner import Workload
+from tests.shards import INDEX
 
 EXAMPLE = Path(text_to_image.__file__)
 START_TIMEOUT_S = 240.0
@@ -109,12 +113,22 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run.reap()
 
 
+def _with_stray_tensor(model: Path, folder: Path) -> Path:
+    """A copy of the checkpoint with a tensor that the model does not ask for."""
+    shutil.copytree(model, folder)
+    save_file({"model.stray": torch.zeros(8)}, folder / "stray.safetensors")
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.stray"] = "stray.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
 @pytest.mark.engine
 def test_picture_proof_and_report(start: Callable[..., Run], tmp_path: Path, model: Path) -> None:
     """Two ranks, the baseline, and every promised figure; also without a compiler on the machine."""
     run = start(
         "--model",
-        model,
+        _with_stray_tensor(model, tmp_path / "model"),
         *("--tensor-parallel-size", 2, "--enable-expert-parallel", "--compare-baseline"),
         *("--num-inference-steps", 4, "--num-images-per-prompt", 2, "--report", "report.json"),
         *("--plot-expert-load", "load.png"),
@@ -127,6 +141,8 @@ def test_picture_proof_and_report(start: Callable[..., Run], tmp_path: Path, mod
     assert "EP=2 = TP 2" in text
     assert len(re.findall(r"denoising: 100%", text)) >= 4  # two pictures, each with its baseline
     assert text.count("against one rank:") == 2
+    stray = r"^warning: .* 1 tensor\(s\) that the model does not ask for; they are not read: model.stray$"
+    assert len(re.findall(stray, text, re.MULTILINE)) == 1
     for name in ("output.png", "output_1.png", "output_comparison.png", "output_comparison_1.png"):
         assert (tmp_path / name).stat().st_size > 0
     report = json.loads((tmp_path / "report.json").read_text())

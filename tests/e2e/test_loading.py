@@ -2,10 +2,12 @@
 """Ranks that load only their own: same bits, few bytes, little memory, and no silence about damage."""
 
 import concurrent.futures
+import ctypes
 import json
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,20 +206,53 @@ def test_any_engine_refuses_damage_before_a_rank_starts(tmp_path: Path) -> None:
         get_hunyuan_image_3_pre_process_func(config)
 
 
-def test_two_engines_and_a_read_only_folder(tmp_path: Path) -> None:
+def give_up_roots_override() -> None:
+    """Root writes even where permissions forbid it; from here on this process does not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3 of <linux/capability.h>, this process
+    data = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, data) == 0
+    data[0] &= ~(1 << 1 | 1 << 2)  # effective CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    assert libc.capset(header, data) == 0
+
+
+def load_from_read_only(rank: int, od_config: Any) -> bool:
+    give_up_roots_override()
+    folder = Path(od_config.model)
+    with pytest.raises(PermissionError):
+        (folder / "probe").touch()
+    os.chdir(folder)
+    with worker(rank, od_config) as instance:
+        instance.load_model()
+        return bool(instance.model_runner.pipeline.loading_report)
+
+
+@pytest.fixture
+def read_only_folder(tmp_path: Path) -> Iterator[Path]:
+    """The tiny checkpoint; ends by checking that nobody wrote to it."""
     folder = copy_of_tiny(tmp_path / "model")
     before = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
     for path in (*folder.iterdir(), folder):
         path.chmod(0o555)
+    yield folder
+    folder.chmod(0o755)
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+
+
+def test_ranks_load_from_a_read_only_folder(read_only_folder: Path) -> None:
+    """Also as their current folder."""
+    config = diffusion_config(run_request("tp2+ep"), model=read_only_folder, dtype=torch.bfloat16)
+    assert run_on_ranks(load_from_read_only, 2, config) == [True, True]
+
+
+def test_two_engines_load_the_same_folder(read_only_folder: Path) -> None:
     request = run_request("one rank", enable_expert_parallel=True)
 
     def paint() -> np.ndarray:
-        with ranks(request, model=folder, dtype=torch.bfloat16) as live:
+        with ranks(request, model=read_only_folder, dtype=torch.bfloat16) as live:
             image: np.ndarray = live.paint()["image"]
             return image
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first, second = pool.map(lambda _: paint(), range(2))
-    folder.chmod(0o755)
     assert np.array_equal(first, second)
-    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == before
