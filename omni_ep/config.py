@@ -451,6 +451,8 @@ def check_checkpoint_folder(path: str | Path) -> dict[str, Any]:
         ConfigurationError: naming what is missing, malformed or unsupported.
     """
     folder = Path(path)
+    if not str(path):
+        raise ConfigurationError("--model is empty; it takes the folder that holds config.json")
     if not folder.exists():
         raise ConfigurationError(
             f"the checkpoint folder {folder} does not exist; --model takes a local folder"

@@ -87,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if args.amplify is not None and not (math.isfinite(args.amplify) and args.amplify > 0):
         raise ConfigurationError(f"--amplify must be a finite number above 0, got {args.amplify:g}")
     pairs = list(_pairs(args.reference, args.images))
+    if args.side_by_side is not None:
+        _keep_inputs(args.side_by_side, pairs)
     results: list[dict[str, Any]] = []
     for pair in pairs:
         reference, image = _read(pair.reference), _read(pair.image)
@@ -121,6 +123,16 @@ def run(args: argparse.Namespace) -> int:
     elif len(results) > 1 and passed is not None:
         print(f"{sum(result['passed'] for result in results)} of {len(results)} pictures pass")
     return 1 if passed is False else 0
+
+
+def _keep_inputs(side_by_side: Path, pairs: list[Pair]) -> None:
+    compared = {file.resolve() for pair in pairs for file in (pair.reference, pair.image)}
+    for pair in pairs:
+        file = _picture_file(side_by_side, pair, several=len(pairs) > 1)
+        if file.resolve() in compared:
+            raise ConfigurationError(
+                f"--side-by-side would write over {file}, which is to be compared; name another file"
+            )
 
 
 def _thresholds(args: argparse.Namespace) -> Any:

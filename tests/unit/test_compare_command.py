@@ -169,6 +169,7 @@ def test_several_pictures_pass_together_or_not_at_all(
         (["{reference}", "{reference}", "--min-psnr", "nan"], "--min-psnr must be a number"),
         (["{reference}", "{reference}", "--amplify", "0"], "--amplify must be"),
         (["{reference}", "{reference}", "--side-by-side", "x.nothing"], "cannot be written as a picture"),
+        (["{reference}", "{reference}", "--side-by-side", "{reference}"], "would write over"),
     ],
 )
 def test_errors_exit_2(

@@ -360,6 +360,8 @@ def test_no_folder(folder: Path) -> None:
     assert "is not a folder; --model takes the folder that holds config.json" in folder_refusal(
         folder / "config.json"
     )
+    with pytest.raises(ConfigurationError, match="--model is empty"):
+        check_checkpoint_folder("")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
