@@ -8,6 +8,7 @@ stand, and how far its pictures are from the reference's.
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,7 +20,7 @@ from tqdm import tqdm
 from examples.demo_model import figures
 from examples.demo_model.checkpoint_files import CHECKPOINT, GUIDANCE, STEPS
 from examples.demo_model.judge import look
-from examples.demo_model.pictures import SIDE, Scene
+from examples.demo_model.pictures import SIDE
 from examples.text_to_image.text_to_image import quieten
 from omni_ep.commands.layout_flags import HelpFormatter
 from omni_ep.config import RunRequest
@@ -47,6 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="checkpoint folder")
     parser.add_argument("--layouts", default="1", help="names such as 1,tp2+ep,cfg2*sp2+ep; 1 is one rank")
     parser.add_argument("--prompts", type=int, default=20, help="how many; every second one is held out")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the noise; prompt i uses seed + i")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="number format")
     parser.add_argument("--steps", type=int, default=STEPS, help="denoising steps")
     parser.add_argument("--guidance-scale", type=float, default=GUIDANCE, help="classifier-free guidance")
@@ -56,9 +58,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def paint(
-    args: argparse.Namespace, name: str, fields: dict[str, Any], scenes: list[Scene]
+    args: argparse.Namespace, name: str, fields: dict[str, Any], prompts: Sequence[str]
 ) -> list[np.ndarray]:
-    """One picture per scene by vLLM-Omni; picture i starts from seed i."""
+    """One picture per prompt by vLLM-Omni; picture i starts from `args.seed` + i."""
     request = RunRequest(
         height=SIDE,
         width=SIDE,
@@ -68,15 +70,16 @@ def paint(
     )
     with Painter(str(args.model), request, dtype=args.dtype) as painter:
         pictures = [
-            np.asarray(painter.paint(scene.caption, index).image)
-            for index, scene in enumerate(tqdm(scenes, desc=name, unit="picture"))
+            np.asarray(painter.paint(prompt, args.seed + index).image)
+            for index, prompt in enumerate(tqdm(prompts, desc=name, unit="picture"))
         ]
-    if args.pictures is not None:
-        folder = args.pictures / name
-        folder.mkdir(parents=True, exist_ok=True)
-        for index, picture in enumerate(pictures):
-            Image.fromarray(picture).save(folder / f"{index:03}.png")
     return pictures
+
+
+def save(pictures: list[np.ndarray], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, picture in enumerate(pictures):
+        Image.fromarray(picture).save(folder / f"{index:03}.png")
 
 
 def objects(picture: np.ndarray) -> tuple[str, list[tuple[str, str | None]]]:
@@ -97,7 +100,6 @@ def against(reference: list[np.ndarray], pictures: list[np.ndarray]) -> dict[str
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     asked = figures.prompts(args.prompts)
-    scenes = [scene for scene, _ in asked]
     layouts = parse_layouts(args.layouts)
     report: dict[str, Any] = {
         "dtype": args.dtype,
@@ -107,7 +109,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     reference: list[np.ndarray] | None = None
     for name, fields in layouts.items():
-        pictures = paint(args, name, fields, scenes)
+        pictures = paint(args, name, fields, [scene.caption for scene, _ in asked])
+        if args.pictures is not None:
+            save(pictures, args.pictures / name)
         shares = figures.count(asked, pictures)
         print(f"\n{name}, {args.dtype}, {args.prompts} prompts, {args.steps} steps")
         print(figures.table(shares))

@@ -25,14 +25,14 @@ BACKGROUNDS = {
     "gray": (128, 128, 128),
     "pink": (250, 170, 200),
 }
-SIZES = {"small": (14.0, 18.0), "large": (28.0, 34.0)}
+SIZES = {"small": (15.0, 18.0), "large": (28.0, 32.0)}
 """Ranges of the radius in pixels."""
 POSITIONS = ("center", "top left", "top right", "bottom left", "bottom right")
 ARRANGEMENTS = ("beside", "above")
 """Two objects: the first to the left of the second, or above it."""
 
 _CENTRE = SIDE / 2
-_JITTER = 3.0
+_JITTER = 2.0
 _CORNER_OFFSET = {"small": 32.0, "large": 25.0}
 _PAIR_OFFSET = 29.0
 _PAIR_RADII = (17.0, 21.0)

@@ -37,13 +37,13 @@ def plain() -> tuple[DemoModel, Tokenizer]:
 
 @cache
 def scenes(number: int) -> list[Scene]:
-    """Prompts of seen and held-out combinations that the plain model paints right."""
+    """Prompts of seen and held-out combinations that the plain model paints right, as it does most."""
     model, tokenizer = plain()
-    asked = [scene for scene, _ in figures.prompts(4 * number)]
+    asked = [scene for scene, _ in figures.prompts(2 * number)]
     settings = {"steps": STEPS, "guidance": GUIDANCE, "shift": FLOW_SHIFT}
     pictures = figures.paint(model, tokenizer, asked, seed=SEED, **settings)
     right = [scene for scene, picture in zip(asked, pictures, strict=True) if judge(picture, scene).right]
-    assert len(right) >= number, f"{len(right)} of {len(asked)} pictures are right"
+    assert len(right) >= 0.75 * len(asked), f"{len(right)} of {len(asked)} pictures are right"
     return right[:number]
 
 

@@ -199,8 +199,9 @@ def test_every_word_of_a_caption_is_one_token() -> None:
 
 
 def test_training_script_trains(tmp_path: Path) -> None:
-    """A few steps of everything: VAE, latents, flow, checkpoint, figures; then a refusal to overwrite."""
-    few = ("--vae-steps", 1, "--vae-full-size-steps", 1, "--scenes", 32, "--steps", 1, "--prompts", 2)
+    """A step of everything: VAE, latents, decoder, flow, checkpoint, figures; then a refusal to overwrite."""
+    few = ("--vae-steps", 1, "--vae-full-size-steps", 1, "--decoder-steps", 1)
+    few += ("--scenes", 32, "--steps", 1, "--prompts", 2)
     arguments = [str(value) for value in ("--output", tmp_path / "run", *few)]
     result = train.main(arguments)
     assert set(result["shares"]) == {"seen", "held out"}
