@@ -22,6 +22,7 @@ from omni_ep.geometry import MoEGeometry
 from omni_ep.loading import LoadingPlan, LoadingSettings, RankRole, check_against_config, plan_loading
 from omni_ep.loading.completeness import LoadCounter, check_complete
 from omni_ep.loading.headers import Checkpoint, read_checkpoint, read_headers
+from omni_ep.loading.names import parse_expert
 from omni_ep.loading.placement import Placement
 from omni_ep.loading.progress import loading_bar
 from omni_ep.loading.reader import PlannedReader
@@ -69,6 +70,45 @@ def has_home(pipeline: nn.Module) -> Callable[[str], bool]:
         return renamed in places or any(renamed.replace(old, new) in places for old, new in _PACKED)
 
     return answer
+
+
+def unasked_warning(where: str, names: Sequence[str]) -> str | None:
+    """The sentence about tensors that are left out, or ``None`` if there are none."""
+    if not names:
+        return None
+    return (
+        f"{where} holds {len(names)} tensor(s) that the model does not ask for; they are not read: "
+        f"{', '.join(names)}"
+    )
+
+
+class AskedFor:
+    """What the model asks for of tensors that someone else reads.
+
+    Upstream's ``load_weights`` ends with a ``KeyError`` at a name it does not know
+    (``hunyuan_image3_transformer.py:2455``).
+
+    Attributes:
+        unasked: names that were left out so far.
+    """
+
+    def __init__(self, pipeline: Any, weights: Weights) -> None:
+        self.where = pipeline.od_config.model
+        self.unasked: list[str] = []
+        self._weights = weights
+        self._has_home = has_home(pipeline)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._weights:
+            if parse_expert(name) is not None or self._has_home(name):
+                yield name, tensor
+            else:
+                self.unasked.append(name)
+
+    @property
+    def warning(self) -> str | None:
+        """What was left out, as a sentence."""
+        return unasked_warning(self.where, sorted(self.unasked))
 
 
 class OwnedWeights:
@@ -150,13 +190,9 @@ class OwnedWeights:
         )
         if not self.quantized:
             self._check_shapes(checkpoint, plan)
-        if plan.unasked:
-            self.warning = (
-                f"{checkpoint.where} holds {len(plan.unasked)} tensor(s) that the model does not ask for; "
-                f"they are not read: {', '.join(plan.unasked)}"
-            )
-            if self.is_first_rank:
-                logger.warning("%s", self.warning)
+        self.warning = unasked_warning(checkpoint.where, plan.unasked)
+        if self.warning and self.is_first_rank:
+            logger.warning("%s", self.warning)
         with loading_bar(plan.bytes_needed, enabled=self.is_first_rank) as progress:
             reader = PlannedReader(
                 plan,

@@ -29,7 +29,7 @@ from omni_ep.models.hunyuan_image3 import patches, precision
 from omni_ep.models.hunyuan_image3.config import register_config
 from omni_ep.models.hunyuan_image3.denoising import EpText2ImagePipeline
 from omni_ep.models.hunyuan_image3.expert_load import ExpertLoadCounter
-from omni_ep.models.hunyuan_image3.loading import OwnedWeights
+from omni_ep.models.hunyuan_image3.loading import AskedFor, OwnedWeights
 
 __all__ = [
     "HunyuanImage3Pipeline",
@@ -113,7 +113,10 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
             return loaded
         if settings.check_weights:
             weights = refuse_non_finite(iter(weights), self.od_config.model)
-        return super().load_weights(weights)
+        asked = AskedFor(self, weights)
+        loaded = super().load_weights(asked)
+        self.loading_warning = asked.warning
+        return loaded
 
     @property
     def pipeline(self) -> EpText2ImagePipeline:

@@ -169,7 +169,7 @@ def _check_expert_load(load: dict[str, Any], text: str, folder: Path) -> None:
     assert (load["pictures"], load["steps"], len(load["layers"])) == (2, 4, CheckpointSpec().num_layers)
     # The checkpoint's tokenizer makes one token of a byte.
     size = CheckpointSpec().image_base_size
-    work = Workload(height=size, width=size, prompt_tokens=len("a red cube on a table"))
+    work = Workload(height=size, width=size, prompt_tokens=len(text_to_image.PROMPT))
     tokens = [work.first_step(ParallelLayout()).total, *[work.later_step(ParallelLayout()).total] * 3]
     routed = [2 * count * CheckpointSpec().top_k for count in tokens]
     for layer in load["layers"]:
