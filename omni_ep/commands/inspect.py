@@ -7,19 +7,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from omni_ep.config import check_checkpoint_folder, check_expert_parallel
+from omni_ep.commands.layout_flags import HelpFormatter, add_layout_flags
+from omni_ep.config import RunRequest, check_checkpoint_folder, validate_layout
 from omni_ep.geometry import MoEGeometry
 from omni_ep.layout import ParallelLayout
+from omni_ep.layout_names import FACTORS
 from omni_ep.loading import Checkpoint, RankRole, check_against_config, plan_loading, read_checkpoint
 from omni_ep.loading.names import parse_expert, parse_layer
 
-_SIZES = {
-    "tensor_parallel_size": "ranks that split attention heads",
-    "ulysses_degree": "ranks that split the image's tokens",
-    "ring_degree": "ring sequence parallelism",
-    "cfg_parallel_size": "ranks that split the guidance branches",
-    "data_parallel_size": "replicas of the rest of the layout",
-}
+EXAMPLES = """examples:
+  # layers, experts, dtypes, bytes by part
+  omni-ep inspect HunyuanImage-3.0
+
+  # what each of eight ranks would read
+  omni-ep inspect HunyuanImage-3.0 --tensor-parallel-size 4 --cfg-parallel-size 2 --enable-expert-parallel
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -29,14 +31,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="show what a checkpoint holds and what each rank would read",
         description="Check a checkpoint's headers against its index and config.json, and show layers, "
         "experts, dtypes, bytes by part, and the bytes each rank of a layout would read. No weight is read.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", type=Path, help="checkpoint folder")
-    for name, text in _SIZES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=1, metavar="N", help=text)
-    parser.add_argument(
-        "--enable-expert-parallel", action="store_true", help="spread the experts over all ranks"
-    )
+    add_layout_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 
@@ -47,9 +46,11 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = read_checkpoint(args.model)
     check_against_config(checkpoint, config)
     geometry = MoEGeometry.from_config(config)
-    layout = ParallelLayout.from_flags(**{name: getattr(args, name) for name in _SIZES})
-    if args.enable_expert_parallel:
-        check_expert_parallel(layout, geometry)
+    request = RunRequest(
+        **{name: getattr(args, name) for name in (*FACTORS.values(), "enable_expert_parallel")}
+    )
+    validate_layout(request, config)
+    layout = request.layout
     report = {
         "path": str(args.model),
         "layers": geometry.num_layers,

@@ -83,6 +83,8 @@ def test_inspect_refuses_what_a_run_would(tmp_path: Path, capsys: pytest.Capture
     layout = ["--tensor-parallel-size", "3", "--enable-expert-parallel"]
     assert cli.main(["inspect", str(TINY), *layout]) == 2
     assert "8 experts cannot be divided equally among EP=3" in capsys.readouterr().err
+    assert cli.main(["inspect", str(TINY), "--cfg-parallel-size", "3"]) == 2
+    assert "guidance has two branches" in capsys.readouterr().err
     do, text = DAMAGES["truncated shard"]
     do(copy_of_tiny(tmp_path / "model"))
     assert cli.main(["inspect", str(tmp_path / "model")]) == 2
