@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omni_ep.config_types import check_types
 from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.layout import ParallelLayout, require_positive_int
@@ -460,11 +461,17 @@ def check_checkpoint_folder(path: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is not a folder; --model takes the folder that holds config.json")
     config = _read_json(folder / "config.json")
+    check_types(config, str(folder / "config.json"))
     architectures = config.get("architectures") or []
     if not set(architectures) & set(SUPPORTED_ARCHITECTURES):
         raise ConfigurationError(
             f"{folder / 'config.json'} is for {_join(architectures) or 'no named architecture'}; supported: "
             f"{_join(SUPPORTED_ARCHITECTURES)}"
+        )
+    if "vocab_size" not in config:
+        raise ConfigurationError(
+            f"{folder / 'config.json'} has no vocab_size, a whole number was expected; download "
+            "config.json again"
         )
     _read_json(folder / "generation_config.json")
     if not (folder / "tokenizer.json").is_file():

@@ -66,8 +66,7 @@ class MoEGeometry:
 
         Raises:
             ConfigurationError: if a needed key is missing or malformed, if experts are counted under a key
-            that
-                is not known, or if the number of experts differs between layers.
+                that is not known, or if the number of experts differs between layers.
         """
         nested = config.get("text_config")
         if _find(config, EXPERT_COUNT_KEYS)[0] is None and isinstance(nested, Mapping):
@@ -168,7 +167,8 @@ def _experts(config: Mapping[str, Any], num_layers: int) -> tuple[tuple[int, ...
             )
         return (), 0
     counts = _spread(key, value, num_layers)
-    first = int(_find(config, SKIPPED_LAYER_KEYS)[1] or 0)
+    skipped_key, skipped = _find(config, SKIPPED_LAYER_KEYS)
+    first = 0 if skipped_key is None else _spread(skipped_key, skipped, num_layers)[0]
     layers = tuple(
         layer for layer in range(first, num_layers) if counts[layer] > 1 and _is_sparse(config, layer)
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_ep.config import SUPPORTED_ARCHITECTURES
+from omni_ep.config_types import check_types
 from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.planner.hunyuan_image3 import hunyuan_image3_weights
@@ -66,6 +67,7 @@ def load_model(model: str) -> PlannedModel:
         raise ConfigurationError(f"{file} is not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"{file} must hold a JSON object")
+    check_types(config, str(file))
     stored = config.get("torch_dtype") or config.get("dtype")
     return _planned(model, config, [f"source: {file}"], TORCH_NAMES.get(str(stored), "bf16"))
 

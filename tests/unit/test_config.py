@@ -13,6 +13,7 @@ from omni_ep.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {
     "architectures": ["HunyuanImage3ForCausalMM"],
+    "vocab_size": 320,
     "num_hidden_layers": 2,
     "hidden_size": 128,
     "num_attention_heads": 4,
