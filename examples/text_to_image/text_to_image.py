@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_ep.commands.layout_flags import HelpFormatter
+from omni_ep.commands.outputs import check_writable
 from omni_ep.config import RunRequest, check_checkpoint_folder, validate
 from omni_ep.errors import ConfigurationError, malformed
 from omni_ep.expert_load import ExpertLoad, check_countable
@@ -181,10 +182,8 @@ def check_outputs(args: argparse.Namespace) -> None:
         new_figure(args.plot_expert_load, flag=PLOT_FLAG)
     outputs = (("--output", args.output), ("--report", args.report), (PLOT_FLAG, args.plot_expert_load))
     for flag, file in outputs:
-        if file is not None and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
-            raise ConfigurationError(
-                f"{flag} is {file}, which cannot be written; name a file in a folder that exists and is yours"
-            )
+        if file is not None:
+            check_writable(flag, file)
     last_seed = args.seed + args.num_images_per_prompt - 1
     if not -(2**63) <= args.seed <= last_seed < 2**64:
         raise ConfigurationError(f"--seed is {args.seed}, which does not fit 64 bits; use a smaller one")

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from omni_ep.commands.layout_flags import HelpFormatter, add_picture_flags, run_request
+from omni_ep.commands.outputs import check_writable
 from omni_ep.config import RunRequest, check_checkpoint_folder, validate
 from omni_ep.errors import ConfigurationError
 from omni_ep.layout_names import parse_layouts
+from omni_ep.loading import check_against_config, read_checkpoint
 
 DEFAULT_LAYOUTS = "tp2+ep,cfg2+ep,cfg2*sp2+ep"
 
@@ -71,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.output.suffix.lower() not in (".html", ".htm"):
         raise ConfigurationError(f"--output is {args.output}; it must end in .html, the JSON goes beside it")
+    check_writable("--output", args.output)
     layouts = parse_layouts(args.layouts)
     if not args.verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -95,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigurationError(f"layout {name}: {error}") from None
         for warning in warnings:
             print(f"warning: {name}: {warning}", file=sys.stderr)
+    check_against_config(read_checkpoint(args.model), config)
     if platform == selection.CPU_PLATFORM:
         # The process that all ranks are forked from imports while this one does.
         import_module("omni_ep.platforms.cpu.forkserver").start()
@@ -158,7 +162,6 @@ def _paint_and_write(args: argparse.Namespace, requests: dict[str, RunRequest], 
         print(f"omni-ep: error: {error}", file=sys.stderr)
         return 1
     data = args.output.with_suffix(".json")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(to_html(result), encoding="utf-8")
     data.write_text(json.dumps(parity.to_dict(result), indent=2) + "\n", encoding="utf-8")
     print(f"saved {args.output} and {data}")

@@ -17,6 +17,7 @@ from omni_ep.config import RunRequest
 from omni_ep.parity import Parity, Run, judge, to_dict
 from omni_ep.parity_html import to_html
 from omni_ep.quality import PARITY
+from tests.shards import DAMAGES, copy_of_tiny
 
 TINY = Path(__file__).parents[1] / "data" / "hunyuan_image3_tiny"
 
@@ -159,6 +160,10 @@ def test_html_says_what_a_reader_needs(report: Parity) -> None:
         (["--layouts", "foo2"], "'foo2'"),
         (["--layouts", "tp2+eplb"], "only +ep is known"),
         (["--output", "report.pdf"], "must end in .html"),
+        (
+            ["--output", "no/such/folder/report.html"],
+            "--output is no/such/folder/report.html, which cannot be",
+        ),
         (["--height", "63"], "--height is 63"),
     ],
 )
@@ -168,6 +173,16 @@ def test_impossible_is_refused_before_anything_starts(
     monkeypatch.setattr(parity, "Painter", pytest.fail)
     assert cli.main(["parity", "--model", str(TINY), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_damage_is_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parity, "Painter", pytest.fail)
+    do, text = DAMAGES["truncated shard"]
+    do(copy_of_tiny(tmp_path / "model"))
+    assert cli.main(["parity", "--model", str(tmp_path / "model"), "--layouts", "tp2"]) == 2
+    assert re.search(text, capsys.readouterr().err)
 
 
 def test_an_unfinished_baseline_ends_it(
