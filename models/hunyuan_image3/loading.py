@@ -7,7 +7,7 @@ parameters instead (``placing``).
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from omni_ep.loading.placement import Placement
 from omni_ep.loading.progress import loading_bar
 from omni_ep.loading.reader import PlannedReader
 from omni_ep.models.hunyuan_image3 import patches
-from omni_ep.models.hunyuan_image3.placing import placements, routed_experts
+from omni_ep.models.hunyuan_image3.placing import ExpertLayers, placements, routed_experts
 
 logger = init_logger(__name__)
 
@@ -47,19 +47,21 @@ _PACKED = (
 _ALWAYS_WANTED = ("scale", "zero_point", "weight_packed", "g_idx", "weight_shape")
 
 
-def live_experts(pipeline: nn.Module, num_experts: int) -> dict[int, list[int]]:
+def live_experts(layers: ExpertLayers, num_experts: int) -> dict[int, list[int]]:
     """Global ids of this rank's experts by layer, as vLLM's modules place them."""
     return {
         layer: [e for e in range(num_experts) if module.expert_map_manager.map_global_to_local(e) >= 0]
-        for layer, (_, module) in routed_experts(pipeline).items()
+        for layer, (_, module) in layers.items()
     }
 
 
-def has_home(pipeline: nn.Module) -> Callable[[str], bool]:
-    """Whether a checkpoint tensor's name leads to a parameter or buffer of the pipeline."""
-    places = {name for name, _ in pipeline.named_parameters()} | {
-        name for name, _ in pipeline.named_buffers()
-    }
+def places_of(pipeline: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by name."""
+    return dict(pipeline.named_buffers()) | dict(pipeline.named_parameters())
+
+
+def has_home(places: Collection[str]) -> Callable[[str], bool]:
+    """Whether a checkpoint tensor's name leads to one of these parameters and buffers."""
 
     def answer(name: str) -> bool:
         if any(part in name for part in _ALWAYS_WANTED):
@@ -96,7 +98,7 @@ class AskedFor:
         self.where = pipeline.od_config.model
         self.unasked: list[str] = []
         self._weights = weights
-        self._has_home = has_home(pipeline)
+        self._has_home = has_home(places_of(pipeline))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights:
@@ -119,7 +121,10 @@ class OwnedWeights:
         self.settings = settings
         self.config: dict[str, Any] = pipeline.hf_config.to_dict()
         self.geometry = MoEGeometry.from_config(self.config)
-        self.experts = live_experts(pipeline, self.geometry.num_experts)
+        # Names and modules are asked for several times, and a large model has thousands.
+        self.places = places_of(pipeline)
+        self.layers = routed_experts(pipeline)
+        self.experts = live_experts(self.layers, self.geometry.num_experts)
         self.is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         self.plan: LoadingPlan | None = None
         self.counter = LoadCounter()
@@ -138,7 +143,7 @@ class OwnedWeights:
             ConfigurationError: the checkpoint is damaged or incomplete.
         """
         started = time.perf_counter()
-        parameters = dict(self.pipeline.named_parameters())
+        parameters = {name: place for name, place in self.places.items() if isinstance(place, nn.Parameter)}
         with self.counter.watching(parameters), patches.weights_iterator(self.read):
             loaded = set(stock_load(weights))
         # What was placed passed upstream's loader by.
@@ -185,7 +190,7 @@ class OwnedWeights:
                 tp_rank=get_tensor_model_parallel_rank(),
                 tp_size=get_tensor_model_parallel_world_size(),
             ),
-            has_home=has_home(self.pipeline),
+            has_home=has_home(self.places),
             split_dense=not self.quantized,
         )
         if not self.quantized:
@@ -199,7 +204,7 @@ class OwnedWeights:
                 threads=threads,
                 check_finite=self.settings.check_weights,
                 progress=progress,
-                placements={} if self.quantized else placements(self.pipeline, plan, self.config),
+                placements={} if self.quantized else placements(self.layers, self.places, plan, self.config),
                 placed=self._count,
             )
             try:
@@ -213,9 +218,8 @@ class OwnedWeights:
 
     def _check_shapes(self, checkpoint: Checkpoint, plan: LoadingPlan) -> None:
         """Hold what ``check_against_config`` cannot know against the modules."""
-        places = dict(self.pipeline.named_parameters()) | dict(self.pipeline.named_buffers())
         for read in plan.reads:
-            place = places.get(read.name)
+            place = self.places.get(read.name)
             # A weight loader may split over TP, and asserts on shapes by itself.
             if place is None or read.name.startswith("model.") or hasattr(place, "weight_loader"):
                 continue

@@ -26,7 +26,10 @@ _EMBEDDING = ("model.wte.weight", "model.embed_tokens.weight")
 _HEAD = "lm_head.weight"
 
 
-def routed_experts(pipeline: nn.Module) -> dict[int, tuple[str, RoutedExperts]]:
+ExpertLayers = Mapping[int, tuple[str, RoutedExperts]]
+
+
+def routed_experts(pipeline: nn.Module) -> ExpertLayers:
     """Each layer's module of routed experts, with its name."""
     return {
         int(name.split("layers.")[1].split(".")[0]): (name, module)
@@ -35,12 +38,17 @@ def routed_experts(pipeline: nn.Module) -> dict[int, tuple[str, RoutedExperts]]:
     }
 
 
-def placements(pipeline: nn.Module, plan: LoadingPlan, config: Mapping[str, Any]) -> dict[str, Placement]:
-    """The reads of an unquantized model that need no weight loader, by the name the model would see."""
-    layers = routed_experts(pipeline)
-    # No huge pages are advised for the parameters: measured in a virtual machine, they took ten times the
-    # system time of 4 KiB pages.
-    parameters = dict(pipeline.named_parameters())
+def placements(
+    layers: ExpertLayers, places: Mapping[str, torch.Tensor], plan: LoadingPlan, config: Mapping[str, Any]
+) -> dict[str, Placement]:
+    """The reads of an unquantized model that need no weight loader, by the name the model would see.
+
+    Args:
+        layers: each layer's module of routed experts, with its name.
+        places: every parameter by name; buffers do no harm.
+        plan: what is read.
+        config: contents of the checkpoint's ``config.json``.
+    """
     found: dict[str, Placement] = {}
     for read in plan.reads:
         name = parse_expert(read.name)
@@ -48,7 +56,7 @@ def placements(pipeline: nn.Module, plan: LoadingPlan, config: Mapping[str, Any]
         if name is not None and name.expert is not None and name.layer in layers:
             placement = expert_placement(read, name.expert, name.leaf, *layers[name.layer])
         elif name is None and read.nbytes > WINDOW_BYTES and not config.get("tie_word_embeddings"):
-            placement = large_placement(read, parameters)
+            placement = large_placement(read, places)
         if placement is not None:
             found[read.name] = placement
     return found
