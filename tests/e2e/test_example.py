@@ -312,7 +312,7 @@ REFUSED: dict[str, tuple[list[str], dict[str, Any], str]] = {
         r"--plot-expert-load needs a mixture-of-experts model",
     ),
     "seed": (["--seed", str(2**70)], {}, r"--seed is \d+, which does not fit"),
-    "malformed config": ([], {"vae_downsample_factor": 16}, r"config.json is malformed"),
+    "malformed config": ([], {"vae_downsample_factor": 16}, r"vae_downsample_factor must be two whole"),
     "steps": (["--num-inference-steps", "0"], {}, r"--num-inference-steps.*got 0"),
 }
 
