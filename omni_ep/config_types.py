@@ -68,7 +68,10 @@ KINDS: Mapping[str, Kind] = {
     "vit_aligner.input_dim": COUNT,
     "vit_aligner.depth": COUNT,
 }
-"""What a value must be where its key is present."""
+"""What a value must be where its key is present, in a config of HunyuanImage-3."""
+
+GENERAL: Mapping[str, Kind] = {key: KINDS[key] for key in ("architectures", "vocab_size", "text_config")}
+"""The part of them that means the same in every model family."""
 
 NULLABLE = frozenset(
     ("architectures", "patch_size", "image_base_size", "vae_downsample_factor", "text_config", "vit")
@@ -78,17 +81,18 @@ NULLABLE = frozenset(
 _ABSENT = object()
 
 
-def check_types(config: Mapping[str, Any], where: str) -> None:
+def check_types(config: Mapping[str, Any], where: str, kinds: Mapping[str, Kind] = KINDS) -> None:
     """Refuse a config of which a value is of the wrong kind.
 
     Args:
         config: contents of a ``config.json``.
         where: the file, for the message.
+        kinds: what to check; ``GENERAL`` for another family's config.
 
     Raises:
         ConfigurationError: naming the first such key, its value and what it must be.
     """
-    for path, (fits, wanted) in KINDS.items():
+    for path, (fits, wanted) in kinds.items():
         value: Any = config
         for key in path.split("."):
             value = value.get(key, _ABSENT) if isinstance(value, Mapping) else _ABSENT

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_ep.config import SUPPORTED_ARCHITECTURES
-from omni_ep.config_types import check_types
+from omni_ep.config_types import GENERAL, check_types
 from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.planner.hunyuan_image3 import hunyuan_image3_weights
@@ -67,14 +67,20 @@ def load_model(model: str) -> PlannedModel:
         raise ConfigurationError(f"{file} is not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"{file} must hold a JSON object")
-    check_types(config, str(file))
+    check_types(config, str(file), GENERAL)
+    if _is_hunyuan_image3(config):
+        check_types(config, str(file))
     stored = config.get("torch_dtype") or config.get("dtype")
     return _planned(model, config, [f"source: {file}"], TORCH_NAMES.get(str(stored), "bf16"))
 
 
+def _is_hunyuan_image3(config: Mapping[str, Any]) -> bool:
+    return bool(set(config.get("architectures") or ()) & set(SUPPORTED_ARCHITECTURES))
+
+
 def _planned(name: str, config: Mapping[str, Any], notes: list[str], dtype: str) -> PlannedModel:
     geometry = MoEGeometry.from_config(config)
-    is_hunyuan = bool(set(config.get("architectures") or ()) & set(SUPPORTED_ARCHITECTURES))
+    is_hunyuan = _is_hunyuan_image3(config)
     try:
         if is_hunyuan:
             weights = hunyuan_image3_weights(config, geometry)

@@ -54,6 +54,20 @@ def test_null_counts_where_there_is_a_default(config: dict[str, Any], path: str)
             check_types(changed, "config.json")
 
 
+def test_another_familys_keys_are_its_own(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A VAE named by its path, say, is nothing that the planner asks of other models."""
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({**config, "architectures": ["OtherMoE"], "vae": "vae", "patch_size": [1, 2, 2]})
+    )
+    assert cli.main(["plan", str(file)]) == 0
+    file.write_text(json.dumps({**config, "vae": "vae"}))
+    assert cli.main(["plan", str(file)]) == 2
+    assert "vae must be a JSON object, got 'vae'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("path", "value"), [("vocab_size", "many"), ("vae.latent_channels", None), ("moe_layer_num_skipped", "x")]
 )
