@@ -29,7 +29,8 @@ from omni_ep.loading.reader import PlannedReader
 from omni_ep.models.hunyuan_image3 import patches
 from omni_ep.models.hunyuan_image3.placing import ExpertLayers, placements, routed_experts
 
-logger = init_logger(__name__)
+# Below vLLM's logger, so that VLLM_LOGGING_LEVEL holds: commands turn the log off and show warnings.
+logger = init_logger(f"vllm.{__name__}")
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -84,6 +85,17 @@ def unasked_warning(where: str, names: Sequence[str]) -> str | None:
     )
 
 
+def is_first_rank() -> bool:
+    """Whether this process speaks for all ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def log_on_first_rank(warning: str | None) -> None:
+    """Log a warning, if there is one, once for all ranks."""
+    if warning and is_first_rank():
+        logger.warning("%s", warning)
+
+
 class AskedFor:
     """What the model asks for of tensors that someone else reads.
 
@@ -125,7 +137,6 @@ class OwnedWeights:
         self.places = places_of(pipeline)
         self.layers = routed_experts(pipeline)
         self.experts = live_experts(self.layers, self.geometry.num_experts)
-        self.is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         self.plan: LoadingPlan | None = None
         self.counter = LoadCounter()
         self.placed: set[str] = set()
@@ -196,9 +207,8 @@ class OwnedWeights:
         if not self.quantized:
             self._check_shapes(checkpoint, plan)
         self.warning = unasked_warning(checkpoint.where, plan.unasked)
-        if self.warning and self.is_first_rank:
-            logger.warning("%s", self.warning)
-        with loading_bar(plan.bytes_needed, enabled=self.is_first_rank) as progress:
+        log_on_first_rank(self.warning)
+        with loading_bar(plan.bytes_needed, enabled=is_first_rank()) as progress:
             reader = PlannedReader(
                 plan,
                 threads=threads,

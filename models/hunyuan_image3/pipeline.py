@@ -29,7 +29,7 @@ from omni_ep.models.hunyuan_image3 import patches, precision
 from omni_ep.models.hunyuan_image3.config import register_config
 from omni_ep.models.hunyuan_image3.denoising import EpText2ImagePipeline
 from omni_ep.models.hunyuan_image3.expert_load import ExpertLoadCounter
-from omni_ep.models.hunyuan_image3.loading import AskedFor, OwnedWeights
+from omni_ep.models.hunyuan_image3.loading import AskedFor, OwnedWeights, log_on_first_rank
 
 __all__ = [
     "HunyuanImage3Pipeline",
@@ -116,6 +116,7 @@ class HunyuanImage3Pipeline(stock.HunyuanImage3Pipeline):
         asked = AskedFor(self, weights)
         loaded = super().load_weights(asked)
         self.loading_warning = asked.warning
+        log_on_first_rank(asked.warning)
         return loaded
 
     @property

@@ -143,6 +143,7 @@ def test_picture_proof_and_report(start: Callable[..., Run], tmp_path: Path, mod
     assert text.count("against one rank:") == 2
     stray = r"^warning: .* 1 tensor\(s\) that the model does not ask for; they are not read: model.stray$"
     assert len(re.findall(stray, text, re.MULTILINE)) == 1
+    assert text.count("does not ask for") == 1
     for name in ("output.png", "output_1.png", "output_comparison.png", "output_comparison_1.png"):
         assert (tmp_path / name).stat().st_size > 0
     report = json.loads((tmp_path / "report.json").read_text())
