@@ -6,9 +6,12 @@ class and loader and with omni-ep's, in one run on one machine. A load's time is
 from a barrier until its ``load_weights`` returns; building the model is left out. Bytes are counted by the
 operating system (``rchar`` of ``/proc/self/io``) and by omni-ep's reader. Stock maps its files (``load_file``
 of safetensors 0.8), so its bytes are not in ``rchar`` and a tensor it drops costs it no read: with a warm
-page cache it copies the same bytes as omni-ep, once, where omni-ep copies them through a buffer.
+page cache both copy the same bytes once.
 
-Warm: the checkpoint is in the page cache. Cold: the page cache is dropped before each load, which needs root.
+Page cache, warm: the checkpoint is in it. Cold: it is dropped before each load, which needs root.
+Memory, held: the workers keep what they free (settings of glibc's allocator), so that neither loader waits
+for the system to hand out pages and the loaders themselves are compared. Fresh: every load gets new pages.
+Each kind's first load is not counted.
 
 Figures are comparable within one run only, on a machine that does nothing else.
 """
@@ -37,22 +40,27 @@ GOAL_OVERHEAD = 1.01
 _OURS = ("omni_ep.models.hunyuan_image3.pipeline", "HunyuanImage3Pipeline")
 _STOCK = ("vllm_omni.diffusion.models.hunyuan_image3.pipeline_hunyuan_image3", "HunyuanImage3Pipeline")
 _POOL_BYTES = 2**26
+_HIDDEN_SIZE = 1024
+#: What keeps freed memory in a process: no mappings of their own for large blocks, no trimming, one arena.
+_HELD_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776:glibc.malloc.arena_max=1"
+#: What gives large blocks back as soon as they are freed; setting it also stops its growing.
+_FRESH_MEMORY = "glibc.malloc.mmap_threshold=1048576"
 
 
-def make(folder: Path, gigabytes: float) -> int:
+def make(folder: Path, gigabytes: float, layers: int) -> int:
     """Make the checkpoint once; the weights repeat one pool of random bytes. Returns its bytes."""
     small = CheckpointSpec(num_experts=64, top_k=8, num_attention_heads=8, num_key_value_heads=4)
-    sizes: dict[str, Any] = {"hidden_size": 1024, "num_layers": 8}
     # Bytes of the experts: layers x 64 experts x 3 x hidden x width x 2.
-    width = max(32, round(gigabytes * 1e9 / (8 * 64 * 3 * 1024 * 2) / 32) * 32)
+    width = max(32, round(gigabytes * 1e9 / (layers * 64 * 3 * _HIDDEN_SIZE * 2) / 32) * 32)
     spec = CheckpointSpec(
         num_experts=64,
         top_k=8,
         num_attention_heads=8,
         num_key_value_heads=4,
+        hidden_size=_HIDDEN_SIZE,
+        num_layers=layers,
         moe_intermediate_size=width,
         num_shards=4,
-        **sizes,
     )
     total = inventory(spec).bytes
     if (folder / "complete").exists():
@@ -62,14 +70,14 @@ def make(folder: Path, gigabytes: float) -> int:
         shard.unlink()
     config = json.loads((folder / "config.json").read_text())
     config.update(
-        hidden_size=sizes["hidden_size"],
-        num_hidden_layers=sizes["num_layers"],
+        hidden_size=_HIDDEN_SIZE,
+        num_hidden_layers=layers,
         intermediate_size=width,
         moe_intermediate_size=width,
         moe_topk=8,
         num_shared_expert=1,
     )
-    config["vit_aligner"]["n_embed"] = sizes["hidden_size"]
+    config["vit_aligner"]["n_embed"] = _HIDDEN_SIZE
     # The vision tower is split by TP as well; heads do not show in its weights.
     config["vit"]["num_attention_heads"] = 4
     (folder / "config.json").write_text(json.dumps(config))
@@ -173,11 +181,12 @@ def warm_page_cache(folder: Path) -> None:
 
 
 def measure(folder: Path, ranks: int, repeats: int, cold: bool) -> dict[str, Any]:
-    """Both loaders in turn, in the same workers.
+    """Both loaders in turn, in the same workers; the first load of each is left out of the figures.
 
     Returns:
-        ``stock_s`` and ``omni_ep_s`` (medians over repeats of the slowest rank's seconds), their ``ratio``,
-        and, of the last omni-ep load, ``bytes_needed``, ``bytes_read`` and ``rchar`` per rank.
+        ``stock_samples`` and ``omni_ep_samples`` (the slowest rank's seconds, load by load), their medians
+        ``stock_s`` and ``omni_ep_s``, the ``ratio`` of those, and, of the last omni-ep load,
+        ``bytes_needed``, ``bytes_read`` and ``rchar`` per rank.
     """
     import torch
     from vllm.utils.network_utils import get_open_port
@@ -205,7 +214,7 @@ def measure(folder: Path, ranks: int, repeats: int, cold: bool) -> dict[str, Any
     executor: Any = ForkserverDiffusionExecutor(config)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     try:
-        for _ in range(repeats):
+        for repeat in range(-1, repeats):
             for stock in (True, False):
                 drop_page_cache() if cold else warm_page_cache(folder)
                 answer = executor.collective_rpc("timed_load", args=(stock,), timeout=600.0)
@@ -213,13 +222,16 @@ def measure(folder: Path, ranks: int, repeats: int, cold: bool) -> dict[str, Any
                     answer = answer[0]
                 loads = answer["ranks"]
                 assert all(load["module"].startswith("vllm_omni.") == stock for load in loads)
-                seconds[stock].append(max(load["seconds"] for load in loads))
+                if repeat >= 0:
+                    seconds[stock].append(max(load["seconds"] for load in loads))
     finally:
         executor.shutdown()
     stock_s, omni_ep_s = median(seconds[True]), median(seconds[False])
     return {
         "ep": ranks,
         "page_cache": "cold" if cold else "warm",
+        "stock_samples": seconds[True],
+        "omni_ep_samples": seconds[False],
         "stock_s": stock_s,
         "omni_ep_s": omni_ep_s,
         "ratio": omni_ep_s / stock_s,
@@ -235,16 +247,24 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gigabytes", type=float, default=3.0, help="size of the checkpoint (3)")
+    parser.add_argument(
+        "--layers", type=int, default=32, help="its layers, each with 64 experts (32, as HunyuanImage-3.0)"
+    )
+    parser.add_argument(
+        "--memory", choices=("held", "fresh"), default="held", help="whether workers keep freed memory (held)"
+    )
     parser.add_argument("--folder", type=Path, default=None, help="where to keep it (the user's cache)")
     parser.add_argument("--ep", type=int, nargs="+", default=[2, 4], help="EP sizes (2 4)")
-    parser.add_argument("--repeats", type=int, default=3, help="loads of each kind (3)")
+    parser.add_argument("--repeats", type=int, default=5, help="loads of each kind that count (5)")
     parser.add_argument("--skip-cold", action="store_true", help="measure with a warm page cache only")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    folder = args.folder or cache_folder() / f"loading-{args.gigabytes:g}gb"
-    size = make(folder, args.gigabytes)
+    # Read by glibc when the fork server starts, which is after this.
+    os.environ["GLIBC_TUNABLES"] = _HELD_MEMORY if args.memory == "held" else _FRESH_MEMORY
+    folder = args.folder or cache_folder() / f"loading-{args.gigabytes:g}gb-{args.layers}layers"
+    size = make(folder, args.gigabytes, args.layers)
     refused = "not asked for" if args.skip_cold else drop_page_cache()
     results = [
         measure(folder, ranks, args.repeats, cold)
@@ -253,6 +273,8 @@ def main(argv: list[str] | None = None) -> int:
     ]
     report = {
         "checkpoint_bytes": size,
+        "layers": args.layers,
+        "memory": args.memory,
         "cold": refused or "measured",
         "results": results,
         "versions": {name: version(name) for name in ("omni-ep", "vllm", "vllm-omni", "torch")},
@@ -269,7 +291,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _table(report: dict[str, Any]) -> str:
     lines = [
-        f"{report['checkpoint_bytes']:,} bytes; cold page cache: {report['cold']}",
+        f"{report['checkpoint_bytes']:,} bytes, {report['layers']} layers, 64 experts each; memory "
+        f"{report['memory']}; cold page cache: {report['cold']}",
         "EP  cache  stock s  omni-ep s  ratio  needed by a rank  read / needed (reader, system)",
     ]
     for row in report["results"]:

@@ -87,11 +87,12 @@ def check_complete(
     """
     names = list(parameters)
     reads = plan.read_by_name
+    called = {name for name, _, _ in counter.calls}
     for name in names:
         if match := _EXPERT_PARAMETER.search(name):
             _check_layer(name, int(match[1]), experts, counter, reads, where)
         for ending, parts in _PARTS.items():
-            if name.endswith(ending) and any(key[0] == name for key in counter.calls):
+            if name.endswith(ending) and name in called:
                 for part in parts:
                     _check_count(counter.calls[name, None, part], f"part {part!r} of {name}", where)
     for (name, expert, _), count in counter.calls.items():

@@ -220,14 +220,11 @@ def _parse(file: Path, text: bytes, start: int) -> list[TensorHeader]:
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int) -> TensorHeader:
-    def whole(values: Any) -> bool:
-        return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
-
     if not (
         isinstance(entry, dict)
         and isinstance(entry.get("dtype"), str)
-        and whole(entry.get("shape"))
-        and whole(entry.get("data_offsets"))
+        and _are_whole(entry.get("shape"))
+        and _are_whole(entry.get("data_offsets"))
         and len(entry["data_offsets"]) == 2
     ):
         raise _corrupt(file, f"dtype, shape and data_offsets were expected for {name}, got {entry!r:.80}")
@@ -245,6 +242,11 @@ def _tensor(file: Path, name: str, entry: Any, start: int) -> TensorHeader:
     return TensorHeader(
         name=name, file=file, dtype=dtype, shape=shape, offset=start + first, nbytes=end - first
     )
+
+
+def _are_whole(values: Any) -> bool:
+    """Whether this is a list of whole numbers from 0 on; no loop in Python, since it is asked often."""
+    return isinstance(values, list) and {int}.issuperset(map(type, values)) and min(values, default=0) >= 0
 
 
 def _check_data(file: Path, tensors: Iterable[TensorHeader], start: int, size: int) -> None:

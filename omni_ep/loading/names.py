@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 _EXPERTS = r"^(?P<layer>.*\.layers\.(?P<index>\d+))\.mlp\.experts"
 _PER_EXPERT = re.compile(_EXPERTS + r"\.(?P<expert>\d+)\.(?P<leaf>.+)$")
@@ -39,6 +40,8 @@ class ExpertName:
         return "scale" in self.leaf.rsplit(".", 1)[-1]
 
 
+# Several passes over the same names; a large checkpoint has some ten thousand.
+@lru_cache(maxsize=2**16)
 def parse_expert(name: str) -> ExpertName | None:
     """The parts of an expert tensor's name, ``None`` for every other tensor."""
     if match := _PER_EXPERT.match(name):

@@ -77,7 +77,10 @@ class Read:
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        return sum(stop - start for start, stop in self.ranges)
+        total = 0
+        for start, stop in self.ranges:
+            total += stop - start
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

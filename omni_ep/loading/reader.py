@@ -7,7 +7,7 @@ from the operating system's read counters; the bytes read here can be held again
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -19,13 +19,13 @@ from omni_ep.errors import ConfigurationError
 from omni_ep.loading.headers import DTYPE_BITS
 from omni_ep.loading.placement import Destination, Placement
 from omni_ep.loading.plan import LoadingPlan, Read
+from omni_ep.loading.runs import Piece, batches, bytes_of, runs
 
 WINDOW_BYTES = 192 * 2**20
 """Bytes that may be read ahead of the model; one larger tensor without a placement passes alone."""
 
 _BOUNCE_BYTES = 32 * 2**20
 _FINITE_CHECK_BYTES = 32 * 2**20
-_PREAD_BYTES = 2**30
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -106,54 +106,62 @@ class PlannedReader:
     def _in_order(
         self, pool: ThreadPoolExecutor, descriptors: dict[Path, int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        waiting = deque(read for read in self.plan.reads if read.name not in self.placements)
-        running: deque[tuple[Read, Future[torch.Tensor]]] = deque()
+        waiting = deque(batches(read for read in self.plan.reads if read.name not in self.placements))
+        running: deque[tuple[list[Read], int, Future[list[torch.Tensor]]]] = deque()
         ahead = 0
         while waiting or running:
-            while waiting and (not running or ahead + waiting[0].nbytes <= WINDOW_BYTES):
-                read = waiting.popleft()
-                running.append((read, pool.submit(self._read, descriptors[read.header.file], read)))
-                ahead += read.nbytes
-            read, future = running.popleft()
-            tensor = future.result()
-            # The future holds the tensor as well, and would keep it while the model copies the next.
-            del future
-            self.progress(read.nbytes)
-            yield read.name, tensor
-            del tensor
-            ahead -= read.nbytes
+            while waiting and (not running or ahead + bytes_of(waiting[0]) <= WINDOW_BYTES):
+                batch = waiting.popleft()
+                task = pool.submit(self._read, descriptors[batch[0].header.file], batch)
+                running.append((batch, bytes_of(batch), task))
+                ahead += bytes_of(batch)
+            batch, size, task = running.popleft()
+            tensors = task.result()
+            # The task holds the tensors as well, and would keep them while the model copies the next.
+            del task
+            tensors.reverse()
+            for read in batch:
+                self.progress(read.nbytes)
+                # Nor may this frame keep one that the model is done with.
+                yield read.name, tensors.pop()
+            ahead -= size
 
-    def _read(self, descriptor: int, read: Read) -> torch.Tensor:
-        size = prod(read.shape) * DTYPE_BITS[read.header.dtype] // 8
-        # Pages of the buffer that no range touches are never backed by memory.
-        buffer = torch.empty(size, dtype=torch.uint8)
-        view = _bytes_of(buffer)
-        for start, stop in read.ranges:
-            self._fill(descriptor, read, view[start:stop], read.offset + start)
-        dtype = TORCH_DTYPES[read.header.dtype]
-        if self.check_finite and dtype.is_floating_point:
-            for start, stop in read.ranges:
-                _refuse_non_finite(buffer[start:stop], dtype, read)
-        return buffer.view(dtype).view(read.shape)
+    def _read(self, descriptor: int, batch: Sequence[Read]) -> list[torch.Tensor]:
+        # Pages of a buffer that no range touches are never backed by memory.
+        buffers = [
+            torch.empty(prod(read.shape) * DTYPE_BITS[read.header.dtype] // 8, dtype=torch.uint8)
+            for read in batch
+        ]
+        parts = [
+            (read, read.offset + start, buffer[start:stop])
+            for read, buffer in zip(batch, buffers, strict=True)
+            for start, stop in read.ranges
+        ]
+        self._fill(descriptor, parts)
+        return [
+            buffer.view(TORCH_DTYPES[read.header.dtype]).view(read.shape)
+            for read, buffer in zip(batch, buffers, strict=True)
+        ]
 
     def _place_all(self, pool: ThreadPoolExecutor, descriptors: dict[Path, int]) -> None:
-        placed = [read for read in self.plan.reads if read.name in self.placements]
-        futures = [pool.submit(self._place, descriptors[read.header.file], read) for read in placed]
-        for read, future in zip(placed, futures, strict=True):
+        tasks = list(batches(read for read in self.plan.reads if read.name in self.placements))
+        futures = [pool.submit(self._place, descriptors[batch[0].header.file], batch) for batch in tasks]
+        for batch, future in zip(tasks, futures, strict=True):
             future.result()
-            self.progress(read.nbytes)
-            self.placed(self.placements[read.name])
+            self.progress(bytes_of(batch))
+            for read in batch:
+                self.placed(self.placements[read.name])
 
-    def _place(self, descriptor: int, read: Read) -> None:
-        dtype = TORCH_DTYPES[read.header.dtype]
-        for part in self.placements[read.name].parts:
-            if part.holds(dtype):
-                buffer = part.target.view(-1).view(torch.uint8)
-                self._fill(descriptor, read, _bytes_of(buffer), read.offset + part.start)
-                if self.check_finite and dtype.is_floating_point:
-                    _refuse_non_finite(buffer, dtype, read)
-            else:
-                self._bounce(descriptor, read, part, dtype)
+    def _place(self, descriptor: int, batch: Sequence[Read]) -> None:
+        parts: list[tuple[Read, int, torch.Tensor]] = []
+        for read in batch:
+            dtype = TORCH_DTYPES[read.header.dtype]
+            for part in self.placements[read.name].parts:
+                if part.holds(dtype):
+                    parts.append((read, read.offset + part.start, part.target.view(-1).view(torch.uint8)))
+                else:
+                    self._bounce(descriptor, read, part, dtype)
+        self._fill(descriptor, parts)
 
     def _bounce(self, descriptor: int, read: Read, part: Destination, dtype: torch.dtype) -> None:
         """Fill a target of another device or dtype, a bounded buffer at a time."""
@@ -161,31 +169,48 @@ class PlannedReader:
         buffer = torch.empty(min(_BOUNCE_BYTES, part.stop - part.start), dtype=torch.uint8)
         for start in range(part.start, part.stop, _BOUNCE_BYTES):
             piece = buffer[: min(_BOUNCE_BYTES, part.stop - start)]
-            self._fill(descriptor, read, _bytes_of(piece), read.offset + start)
-            if self.check_finite and dtype.is_floating_point:
-                _refuse_non_finite(piece, dtype, read)
+            self._fill(descriptor, [(read, read.offset + start, piece)])
             values = piece.view(dtype)
             first = (start - part.start) // dtype.itemsize
             target[first : first + len(values)].copy_(values)
 
-    def _fill(self, descriptor: int, read: Read, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
+    def _fill(self, descriptor: int, parts: Sequence[tuple[Read, int, torch.Tensor]]) -> None:
+        """Read each part, given as its tensor, its byte of the file and the bytes to fill."""
+        pieces = (Piece(read=read, start=start, view=_bytes_of(buffer)) for read, start, buffer in parts)
+        for run in runs(pieces):
+            self._fill_run(descriptor, run)
+        if self.check_finite:
+            for read, _, buffer in parts:
+                dtype = TORCH_DTYPES[read.header.dtype]
+                if dtype.is_floating_point:
+                    _refuse_non_finite(buffer, dtype, read)
+
+    def _fill_run(self, descriptor: int, run: Sequence[Piece]) -> None:
+        offset, views = run[0].start, [piece.view for piece in run]
+        while views:
             try:
-                count = os.preadv(descriptor, [view[done : done + _PREAD_BYTES]], offset + done)
+                count = os.preadv(descriptor, views, offset)
             except OSError as error:
-                raise ConfigurationError(
-                    f"{read.header.file} cannot be read at byte {offset + done} ({error.strerror}), "
-                    f"{len(view)} bytes of {read.header.name} were expected; check the disk"
-                ) from None
+                raise _unread(run, offset, "cannot be read", error.strerror) from None
             if count == 0:
-                raise ConfigurationError(
-                    f"{read.header.file} ends at byte {offset + done}, {len(view) - done} more bytes of "
-                    f"{read.header.name} were expected; it became shorter while it was read"
-                )
-            done += count
+                raise _unread(run, offset, "ends", None)
+            offset += count
             with self._lock:
                 self.bytes_read += count
+            # The system may deliver less than was asked for.
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
+
+
+def _unread(run: Sequence[Piece], offset: int, what: str, why: str | None) -> ConfigurationError:
+    piece = next(piece for piece in run if offset < piece.stop)
+    return ConfigurationError(
+        f"{piece.read.header.file} {what} at byte {offset}{f' ({why})' if why else ''}, "
+        f"{piece.stop - offset} more bytes of {piece.read.name} were expected; "
+        f"{'check the disk' if why else 'it became shorter while it was read'}"
+    )
 
 
 def _bytes_of(buffer: torch.Tensor) -> memoryview:
