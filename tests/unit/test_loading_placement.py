@@ -11,6 +11,7 @@ import torch
 from omni_ep.errors import ConfigurationError
 from omni_ep.loading import reader as reader_module
 from omni_ep.loading.placement import Destination, Placement
+from omni_ep.loading.plan import LoadingPlan
 from omni_ep.loading.reader import PlannedReader
 from omni_ep.models.hunyuan_image3.placing import expert_placement, large_placement
 from tests.unit.test_loading_reader import EXPERTS, plan_of, tensors
@@ -29,9 +30,8 @@ def experts_module(dtype: torch.dtype = torch.bfloat16, tp_size: int = 1) -> Any
     )
 
 
-def test_experts_go_straight_to_their_slots(tmp_path: Path) -> None:
-    stored, module = tensors(), experts_module()
-    plan = plan_of(tmp_path, stored)
+def placements_of(plan: LoadingPlan, module: Any) -> dict[str, Placement]:
+    """Those of all experts' tensors."""
     placements = {}
     for read in plan.reads:
         if ".experts." in read.name:
@@ -39,6 +39,13 @@ def test_experts_go_straight_to_their_slots(tmp_path: Path) -> None:
             placement = expert_placement(read, int(expert), leaf, PLACE, module)
             assert placement is not None
             placements[read.name] = placement
+    return placements
+
+
+def test_experts_go_straight_to_their_slots(tmp_path: Path) -> None:
+    stored, module = tensors(), experts_module()
+    plan = plan_of(tmp_path, stored)
+    placements = placements_of(plan, module)
     placed: list[Placement] = []
     reader = PlannedReader(plan, threads=2, placements=placements, placed=placed.append)
     handed_out = dict(reader)
