@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to vLLM-Omni that have no hook and that CPU ranks cannot do without.
+"""Changes to vLLM and vLLM-Omni that have no hook and that CPU ranks cannot do without.
 
 Each one names the upstream line that forces it; ``tests/unit/test_patches.py`` fails when
 upstream no longer needs it. Applied once per process, only while the CPU platform is active.
 """
 
+import torch
 from vllm.logger import init_logger
+from vllm.model_executor.layers import utils as layer_utils
 from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.ipc import pack_diffusion_output_shm
 from vllm_omni.diffusion.worker.diffusion_worker import WorkerProc
@@ -38,11 +40,21 @@ def _pack_outputs_without_stream(self: WorkerProc) -> None:
                 self._async_output_done.notify_all()
 
 
+def _never_packed(n: int, k: int, dtype: torch.dtype) -> bool:
+    """No weight may be packed for a kernel that is not there; vLLM then takes its next best."""
+    return False
+
+
 def apply() -> None:
     """Apply every patch of this module; a second call changes nothing.
 
     - ``WorkerProc._async_output_loop`` (``diffusion/worker/diffusion_worker.py:1268``) asks
       ``torch.accelerator`` for a device that does not exist on CPU. Its thread dies and the
       request then waits for ever.
+    - ``check_cpu_sgl_kernel`` (vLLM's ``model_executor/layers/utils.py:426``, asked in line 530) looks
+      at the processor only. On one with AMX it sends small bf16 and fp16 weights to
+      ``torch.ops._C.convert_weight_packed``, which the accelerator wheel does not have on CPU.
     """
     WorkerProc._async_output_loop = _pack_outputs_without_stream
+    if not hasattr(torch.ops._C, "convert_weight_packed"):
+        layer_utils.check_cpu_sgl_kernel = _never_packed

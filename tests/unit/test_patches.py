@@ -22,6 +22,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import activation
+from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm_omni.diffusion import vllm_config as omni_vllm_config
 from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
@@ -40,6 +41,7 @@ from tests.workers import TINY
 
 #: As imported: applying the patch in this process replaces it for the tests after it.
 UPSTREAM_OUTPUT_LOOP = WorkerProc._async_output_loop
+UPSTREAM_KERNEL_CHECK = layer_utils.check_cpu_sgl_kernel
 
 
 def changed(remove: str) -> str:
@@ -57,10 +59,26 @@ def calls(function: Any, name: str) -> list[str]:
 
 
 @pytest.fixture
-def upstream_output_loop() -> Iterator[None]:
-    before = WorkerProc._async_output_loop
-    yield
-    WorkerProc._async_output_loop = before
+def upstream_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerProc, "_async_output_loop", UPSTREAM_OUTPUT_LOOP)
+    monkeypatch.setattr(layer_utils, "check_cpu_sgl_kernel", UPSTREAM_KERNEL_CHECK)
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with AMX, whichever this one is."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+
+
+def bf16_layer() -> torch.nn.Module:
+    layer = torch.nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
+    layer.requires_grad_(False)
+    return layer
+
+
+without_kernels = pytest.mark.skipif(
+    hasattr(torch.ops._C, "convert_weight_packed"), reason="needs a vLLM wheel without CPU kernels"
+)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
@@ -75,7 +93,24 @@ def test_the_output_thread_still_dies_without_an_accelerator() -> None:
     pytest.fail(changed("_pack_outputs_without_stream from platforms/cpu/patches.py"))
 
 
-def test_the_output_patch_is_applied_once(upstream_output_loop: None) -> None:
+@without_kernels
+def test_an_amx_processor_is_still_taken_for_its_kernel(upstream_unpatched: None, amx: None) -> None:
+    try:
+        layer_utils.dispatch_cpu_unquantized_gemm(bf16_layer(), remove_weight=False)
+    except AttributeError:
+        return
+    pytest.fail(changed("_never_packed from platforms/cpu/patches.py"))
+
+
+@without_kernels
+def test_a_bf16_layer_works_on_an_amx_processor(upstream_unpatched: None, amx: None) -> None:
+    cpu_patches.apply()
+    layer, x = bf16_layer(), torch.ones(3, 32, dtype=torch.bfloat16)
+    layer_utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    assert torch.equal(layer.cpu_linear(x, layer.weight, None), x @ layer.weight.T)
+
+
+def test_the_output_patch_is_applied_once(upstream_unpatched: None) -> None:
     cpu_patches.apply()
     once = WorkerProc._async_output_loop
     assert once.__module__ == cpu_patches.__name__
