@@ -111,7 +111,7 @@ def _lfs_pointer(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated shard": (_truncate, rf"{SHARD} is truncated: 1919696 bytes were expected .* it has 1919596"),
     "truncated header": (_cut_header, rf"{SHARD} is truncated: \d+ bytes were expected for its header"),
-    "corrupt header": (_corrupt_header, rf"{SHARD} has a corrupt header: JSON was expected"),
+    "corrupt header": (_corrupt_header, rf"{SHARD} has a corrupt header: a JSON object was expected"),
     "absent shard": (_absent_shard, rf"{SHARD}"),
     "absent tensor": (_absent_tensor, rf"{SHARD} does not hold the tensor {EXPERT}, .*index.json expects it"),
     "tensor in no shard": (

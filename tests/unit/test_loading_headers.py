@@ -79,8 +79,20 @@ def test_folder_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "data", "text"),
     [
-        (b"{" + b" " * 20, b"", "JSON was expected"),
-        (b"[]", b"", "a JSON object was expected, got list"),
+        (b"{" + b" " * 20, b"", r"a JSON object was expected \(.*truncated"),
+        (b"[]", b"", r"a JSON object was expected \(.*got `array`"),
+        (b'{"a": ' + b"[" * 9999, b"", r"a JSON object was expected \(.*recursion"),
+        (b'{"a": "\xff"}', b"", "a JSON object was expected"),
+        (
+            b'{"a": {"dtype": "\xff", "shape": [1], "data_offsets": [0, 1]}}',
+            b"x",
+            "dtype, shape and data_offsets were expected for a",
+        ),
+        (
+            b'{"a": {"dtype": "U8", "shape": [true], "data_offsets": [0, 1]}}',
+            b"x",
+            r"were expected for a, got {.*Expected `int`, got `bool` - at `\$.shape\[0\]`",
+        ),
         (b'{"a": {"dtype": "F32"}}', b"", "dtype, shape and data_offsets were expected for a"),
         (
             b'{"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}',
@@ -109,6 +121,17 @@ def test_folder_that_is_not_there(tmp_path: Path) -> None:
             b' "a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}',
             b"",
             "names a twice",
+        ),
+        (
+            b'{"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]},'
+            b' "\\u0061": {"dt\\u0079pe": "U8", "sh\\u0061pe": [0], "data_\\u006fffsets": [0, 0]}}',
+            b"",
+            "names a twice",
+        ),
+        (
+            b'{"a": {"dtype": "U8", "shape": [1], "shape": [0], "data_offsets": [0, 0]}}',
+            b"",
+            "names shape twice",
         ),
         (b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}', b"12", "were expected from its"),
     ],
