@@ -81,18 +81,19 @@ def expert_placement(
     slot = module.expert_map_manager.map_global_to_local(expert)
     if parameter is None or slot < 0 or getattr(parameter, "is_transposed", False):
         return None
-    target = parameter.data[slot]
-    if tuple(target.shape) != read.shape or not _same_bytes(read, target):
+    if parameter.shape[1:] != read.shape or not _same_bytes(read, parameter):
         return None
     name = f"{module_name}.{parameter_name}"
+    elements = parameter.stride(0)
+    first = slot * elements
     if not fused:
-        whole = Destination(start=0, stop=read.nbytes, target=target)
+        whole = Destination(0, read.nbytes, parameter, first)
         return Placement(parts=(whole,), loads=((name, expert, "w2"),))
-    half, rows = read.nbytes // 2, target.shape[0] // 2
+    half = read.nbytes // 2
     return Placement(
         parts=(
-            Destination(start=0, stop=half, target=target[rows:]),
-            Destination(start=half, stop=read.nbytes, target=target[:rows]),
+            Destination(0, half, parameter, first + elements // 2),
+            Destination(half, read.nbytes, parameter, first),
         ),
         loads=((name, expert, "w3"), (name, expert, "w1")),
     )
@@ -117,14 +118,13 @@ def large_placement(read: Read, parameters: Mapping[str, torch.Tensor]) -> Place
     if not (plain or embedding) or not parameter.is_contiguous():
         return None
     parameter.data[rows:].zero_()
-    part = Destination(start=start, stop=stop, target=parameter.data[:rows])
-    return Placement(parts=(part,), loads=((name, None, None),))
+    return Placement(parts=(Destination(start, stop, parameter),), loads=((name, None, None),))
 
 
 def _same_bytes(read: Read, target: torch.Tensor) -> bool:
     return (
-        target.device.type == "cpu"
+        target.dtype == TORCH_DTYPES[read.header.dtype]
+        and target.device.type == "cpu"
         and target.is_contiguous()
-        and target.dtype == TORCH_DTYPES[read.header.dtype]
         and read.ranges == ((0, read.nbytes),)
     )

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 _EXPERTS = r"^(?P<layer>.*\.layers\.(?P<index>\d+))\.mlp\.experts"
 _PER_EXPERT = re.compile(_EXPERTS + r"\.(?P<expert>\d+)\.(?P<leaf>.+)$")
@@ -13,8 +13,7 @@ _FUSED = re.compile(_EXPERTS + r"\.(?P<leaf>[^.\d][^.]*(\..+)?)$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertName:
+class ExpertName(NamedTuple):
     """What an expert tensor's name says.
 
     Attributes:

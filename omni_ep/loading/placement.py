@@ -5,31 +5,31 @@ vLLM's weight loaders copy from a tensor, so a tensor that is first read into a 
 the page faults of fresh memory, which on CPU are most of a load.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Destination:
-    """Some bytes of a tensor and the memory they belong in.
+class Destination(NamedTuple):
+    """Some bytes of a tensor and the elements of a parameter they belong in.
 
     Attributes:
         start, stop: bytes of the handed-out tensor (:attr:`omni_ep.loading.plan.Read.ranges`).
-        target: contiguous, as many elements as the bytes hold; any device and dtype.
+        target: the whole parameter, contiguous; any device and dtype.
+        first: the first element that is filled, counted in the order of memory.
     """
 
     start: int
     stop: int
     target: torch.Tensor
+    first: int = 0
 
     def holds(self, dtype: torch.dtype) -> bool:
         """Whether the file's bytes are the target's own, so that a read may write them there."""
-        return self.target.device.type == "cpu" and self.target.dtype == dtype
+        return self.target.dtype == dtype and self.target.device.type == "cpu"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(NamedTuple):
     """One planned tensor that no weight loader sees.
 
     Attributes:

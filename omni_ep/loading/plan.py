@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from omni_ep.geometry import MoEGeometry
 from omni_ep.loading.headers import Checkpoint, TensorHeader
@@ -55,8 +56,7 @@ class RankRole:
         return cls(experts=dict.fromkeys(geometry.moe_layers, local), tp_rank=tp_rank, tp_size=tp_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class Read(NamedTuple):
     """One tensor to hand to the model.
 
     Attributes:

@@ -132,58 +132,67 @@ class PlannedReader:
             torch.empty(prod(read.shape) * DTYPE_BITS[read.header.dtype] // 8, dtype=torch.uint8)
             for read in batch
         ]
-        parts = [
-            (read, read.offset + start, buffer[start:stop])
-            for read, buffer in zip(batch, buffers, strict=True)
+        views = [_memory_of(buffer) for buffer in buffers]
+        pieces = [
+            Piece(read, read.offset + start, view[start:stop])
+            for read, view in zip(batch, views, strict=True)
             for start, stop in read.ranges
         ]
-        self._fill(descriptor, parts)
+        self._fill(descriptor, pieces)
         return [
             buffer.view(TORCH_DTYPES[read.header.dtype]).view(read.shape)
             for read, buffer in zip(batch, buffers, strict=True)
         ]
 
     def _place_all(self, pool: ThreadPoolExecutor, descriptors: dict[Path, int]) -> None:
+        # One view per parameter: tensors are slow to cut into an expert's bytes.
+        memory: dict[int, memoryview] = {}
+        for placement in self.placements.values():
+            for part in placement.parts:
+                if id(part.target) not in memory and part.target.device.type == "cpu":
+                    memory[id(part.target)] = _memory_of(part.target)
         tasks = list(batches(read for read in self.plan.reads if read.name in self.placements))
-        futures = [pool.submit(self._place, descriptors[batch[0].header.file], batch) for batch in tasks]
+        futures = [
+            pool.submit(self._place, descriptors[batch[0].header.file], batch, memory) for batch in tasks
+        ]
         for batch, future in zip(tasks, futures, strict=True):
             future.result()
             self.progress(bytes_of(batch))
             for read in batch:
                 self.placed(self.placements[read.name])
 
-    def _place(self, descriptor: int, batch: Sequence[Read]) -> None:
-        parts: list[tuple[Read, int, torch.Tensor]] = []
+    def _place(self, descriptor: int, batch: Sequence[Read], memory: Mapping[int, memoryview]) -> None:
+        pieces: list[Piece] = []
         for read in batch:
             dtype = TORCH_DTYPES[read.header.dtype]
             for part in self.placements[read.name].parts:
                 if part.holds(dtype):
-                    parts.append((read, read.offset + part.start, part.target.view(-1).view(torch.uint8)))
+                    first = part.first * dtype.itemsize
+                    view = memory[id(part.target)][first : first + part.stop - part.start]
+                    pieces.append(Piece(read, read.offset + part.start, view))
                 else:
                     self._bounce(descriptor, read, part, dtype)
-        self._fill(descriptor, parts)
+        self._fill(descriptor, pieces)
 
     def _bounce(self, descriptor: int, read: Read, part: Destination, dtype: torch.dtype) -> None:
         """Fill a target of another device or dtype, a bounded buffer at a time."""
-        target = part.target.view(-1)
+        target = part.target.detach().view(-1)
         buffer = torch.empty(min(_BOUNCE_BYTES, part.stop - part.start), dtype=torch.uint8)
         for start in range(part.start, part.stop, _BOUNCE_BYTES):
             piece = buffer[: min(_BOUNCE_BYTES, part.stop - start)]
-            self._fill(descriptor, [(read, read.offset + start, piece)])
+            self._fill(descriptor, [Piece(read, read.offset + start, _memory_of(piece))])
             values = piece.view(dtype)
-            first = (start - part.start) // dtype.itemsize
+            first = part.first + (start - part.start) // dtype.itemsize
             target[first : first + len(values)].copy_(values)
 
-    def _fill(self, descriptor: int, parts: Sequence[tuple[Read, int, torch.Tensor]]) -> None:
-        """Read each part, given as its tensor, its byte of the file and the bytes to fill."""
-        pieces = (Piece(read=read, start=start, view=_bytes_of(buffer)) for read, start, buffer in parts)
+    def _fill(self, descriptor: int, pieces: Sequence[Piece]) -> None:
         for run in runs(pieces):
             self._fill_run(descriptor, run)
         if self.check_finite:
-            for read, _, buffer in parts:
-                dtype = TORCH_DTYPES[read.header.dtype]
+            for piece in pieces:
+                dtype = TORCH_DTYPES[piece.read.header.dtype]
                 if dtype.is_floating_point:
-                    _refuse_non_finite(buffer, dtype, read)
+                    _refuse_non_finite(piece.view, dtype, piece.read)
 
     def _fill_run(self, descriptor: int, run: Sequence[Piece]) -> None:
         offset, views = run[0].start, [piece.view for piece in run]
@@ -213,8 +222,9 @@ def _unread(run: Sequence[Piece], offset: int, what: str, why: str | None) -> Co
     )
 
 
-def _bytes_of(buffer: torch.Tensor) -> memoryview:
-    return memoryview(buffer.numpy())  # type: ignore[arg-type]
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on CPU."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _open(file: Path) -> int:
@@ -227,9 +237,9 @@ def _open(file: Path) -> int:
         ) from None
 
 
-def _refuse_non_finite(buffer: torch.Tensor, dtype: torch.dtype, read: Read) -> None:
-    for start in range(0, len(buffer), _FINITE_CHECK_BYTES):
-        part = buffer[start : start + _FINITE_CHECK_BYTES].view(dtype)
+def _refuse_non_finite(view: memoryview, dtype: torch.dtype, read: Read) -> None:
+    for start in range(0, len(view), _FINITE_CHECK_BYTES):
+        part = torch.frombuffer(view[start : start + _FINITE_CHECK_BYTES], dtype=dtype)
         if dtype.itemsize == 1:
             part = part.float()
         if not bool(torch.isfinite(part).all()):

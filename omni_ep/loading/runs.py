@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from omni_ep.loading.plan import Read
 
@@ -19,8 +19,7 @@ BATCH_BYTES = 32 * 2**20
 _MAX_VIEWS = os.sysconf("SC_IOV_MAX")
 
 
-@dataclass(slots=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """Some bytes of a file and the memory they belong in.
 
     Attributes:

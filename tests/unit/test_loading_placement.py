@@ -85,6 +85,22 @@ def test_a_large_embedding_goes_in_pieces_and_pads_with_zeros(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_destination_fills_its_own_elements_only(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_BOUNCE_BYTES", 48)
+    stored = tensors()
+    target = torch.zeros(3, 8, 8, dtype=dtype)
+    halves = (Destination(0, 64, target, first=96), Destination(64, 128, target, first=64))
+    placements = {FUSED: Placement(parts=halves, loads=())}
+    list(PlannedReader(plan_of(tmp_path, stored), placements=placements))
+    up, gate = stored[FUSED].chunk(2)
+    assert torch.equal(target[1], torch.cat([gate, up]).to(dtype))
+    assert not target[0].any()
+    assert not target[2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nan_is_refused_in_place_too(dtype: torch.dtype, tmp_path: Path) -> None:
     stored = tensors()
     stored[FUSED][7, 7] = float("nan")
