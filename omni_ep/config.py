@@ -453,13 +453,15 @@ def check_checkpoint_folder(path: str | Path) -> dict[str, Any]:
     """
     folder = Path(path)
     if not str(path):
-        raise ConfigurationError("--model is empty; it takes the folder that holds config.json")
+        raise ConfigurationError(
+            "the name of the checkpoint folder is empty; name the folder that holds config.json"
+        )
     if not folder.exists():
         raise ConfigurationError(
-            f"the checkpoint folder {folder} does not exist; --model takes a local folder"
+            f"the checkpoint folder {folder} does not exist; name a folder of this machine"
         )
     if not folder.is_dir():
-        raise ConfigurationError(f"{folder} is not a folder; --model takes the folder that holds config.json")
+        raise ConfigurationError(f"{folder} is not a folder; name the folder that holds config.json")
     config = _read_json(folder / "config.json")
     check_types(config, str(folder / "config.json"))
     architectures = config.get("architectures") or []

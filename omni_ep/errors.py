@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception that is meant for a person rather than for a developer.
+"""Exceptions that are meant for a person rather than for a developer.
 
-It lives alone so that every module of the core can raise it without importing another one.
+They live alone so that every module can raise them without importing another one.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,10 @@ class ConfigurationError(ValueError):
     The text is one sentence that names the value found, the value needed and the fix. Commands print it
     without a traceback and exit with code 2.
     """
+
+
+class WorkerStartError(RuntimeError):
+    """A rank failed before it was ready; the text says which, and its own reason."""
 
 
 @contextmanager

@@ -7,8 +7,9 @@ comes from the same place.
 
 import contextlib
 import multiprocessing
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from statistics import median
@@ -21,8 +22,12 @@ from PIL import Image
 from omni_ep import plugin
 from omni_ep.config import RunRequest
 from omni_ep.deploy import deploy_file, dit_deploy_config
+from omni_ep.errors import ConfigurationError, WorkerStartError
 from omni_ep.expert_load import ExpertLoad
 from omni_ep.placement import ExpertPlacement
+
+#: The thread in which vLLM-Omni starts its stages (``engine/omni_engine_base.py``).
+_ENGINE_THREAD = "orchestrator"
 
 
 class PaintingError(RuntimeError):
@@ -73,7 +78,6 @@ class Painter:
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         from vllm_omni.entrypoints.omni import Omni
-        from vllm_omni.platforms import current_omni_platform
         from vllm_omni.plugins import load_omni_general_plugins
 
         load_omni_general_plugins()
@@ -86,13 +90,11 @@ class Painter:
             "worker_extension_cls": "omni_ep.worker_extension.ExpertParallelWorkerExtension",
             **(engine_args or {}),
         }
-        executor = getattr(current_omni_platform, "diffusion_executor_backend", lambda: None)()
-        if executor is not None:
-            arguments.setdefault("distributed_executor_backend", executor)
         started = time.perf_counter()
         with deploy_file(dit_deploy_config(request, vae_use_tiling=vae_use_tiling)) as deploy_config:
             try:
-                self._omni = Omni(model=model, deploy_config=deploy_config, **arguments)
+                with _sentences_said_once():
+                    self._omni = Omni(model=model, deploy_config=deploy_config, **arguments)
             except Exception as exc:
                 _end_children()
                 raise PaintingError(f"the engine did not start: {_reason(exc)}") from exc
@@ -106,7 +108,7 @@ class Painter:
         """Paint one picture.
 
         Raises:
-            PaintingError: a rank died or the request failed.
+            PaintingError: a rank died, the request failed, or the picture holds NaN.
         """
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
@@ -127,9 +129,14 @@ class Painter:
             raise PaintingError(
                 f"the picture was not finished: {getattr(output, 'error_message', None) or output}"
             )
-        return Painting(
-            image=output.images[0].convert("RGB"), step_seconds=self._ask_workers()["step_seconds"]
-        )
+        figures = self._ask_workers()
+        if figures["has_nan"]:
+            # Such a picture is black, and two black pictures compare as identical.
+            raise PaintingError(
+                "the picture holds NaN where colours were expected; look for damaged weights with "
+                "--check-weights, or paint with --dtype float32 if bfloat16 may have overflowed"
+            )
+        return Painting(image=output.images[0].convert("RGB"), step_seconds=figures["step_seconds"])
 
     def memory(self) -> list[dict[str, int]]:
         """Per rank: ``rank``, ``expert_bytes``, ``parameter_bytes``, ``peak_rss_bytes``."""
@@ -234,6 +241,28 @@ def _end_children() -> None:
         deadline = time.monotonic() + patience_s
         for child in children:
             child.join(max(0.0, deadline - time.monotonic()))
+
+
+@contextlib.contextmanager
+def _sentences_said_once() -> Iterator[None]:
+    """Keep the engine's own thread from printing a traceback of what its caller is told as well."""
+    shown = threading.excepthook
+
+    def show(arguments: threading.ExceptHookArgs) -> None:
+        if not isinstance(arguments.exc_value, ConfigurationError | WorkerStartError):
+            shown(arguments)
+
+    threading.excepthook = show
+    try:
+        yield
+    except Exception:
+        # The caller is told before the thread ends.
+        for thread in threading.enumerate():
+            if thread.name == _ENGINE_THREAD:
+                thread.join(timeout=2.0)
+        raise
+    finally:
+        threading.excepthook = shown
 
 
 def _reason(exc: BaseException) -> str:

@@ -47,7 +47,8 @@ class ExpertParallelWorkerExtension:
             ``memory``: one entry per rank with ``rank``, ``expert_bytes``, ``parameter_bytes``
             and ``peak_rss_bytes``; ``loading``: one entry per rank with ``rank``, ``bytes_needed``,
             ``bytes_read``, ``bytes_skipped`` and ``seconds``, empty if vLLM-Omni loaded by itself;
-            ``loading_warning``: a sentence or ``None``; ``step_seconds``: of rank 0.
+            ``loading_warning``: a sentence or ``None``; ``step_seconds``: of rank 0; ``has_nan``: whether
+            the last picture held NaN on any rank.
         """
         pipeline = self.model_runner.pipeline  # type: ignore[attr-defined]
         total, experts = parameter_bytes(pipeline)
@@ -58,12 +59,13 @@ class ExpertParallelWorkerExtension:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         loading = getattr(pipeline, "loading_report", None)
-        pairs = of_every_rank((mine, loading))
+        answers = of_every_rank((mine, loading, getattr(pipeline.pipeline, "has_nan", False)))
         return {
-            "memory": [memory for memory, _ in pairs],
-            "loading": [{"rank": memory["rank"], **loading} for memory, loading in pairs if loading],
+            "memory": [memory for memory, _, _ in answers],
+            "loading": [{"rank": memory["rank"], **loading} for memory, loading, _ in answers if loading],
             "loading_warning": getattr(pipeline, "loading_warning", None),
             "step_seconds": getattr(pipeline.pipeline, "step_seconds", []),
+            "has_nan": any(has_nan for _, _, has_nan in answers),
         }
 
     def omni_ep_count_expert_load(self) -> None:

@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from omni_ep.loading import read_checkpoint
+
 TINY = Path(__file__).parent / "data" / "hunyuan_image3_tiny"
 INDEX = "model.safetensors.index.json"
 #: The shard of the tiny checkpoint that most damages are done to.
@@ -42,6 +44,17 @@ def entries(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[dict[st
 
 def copy_of_tiny(folder: Path) -> Path:
     shutil.copytree(TINY, folder)
+    return folder
+
+
+def damaged_expert(folder: Path, expert: int, word: bytes) -> Path:
+    """A copy of the tiny checkpoint with one value of one expert overwritten."""
+    copy_of_tiny(folder)
+    name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+    header = read_checkpoint(folder).tensors[name]
+    with header.file.open("r+b") as file:
+        file.seek(header.offset + 10)
+        file.write(word)
     return folder
 
 

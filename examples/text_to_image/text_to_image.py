@@ -79,7 +79,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--model", default=None, help="checkpoint folder (None: the trained one of the examples)"
     )
     model.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="auto is bfloat16"
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="auto is float32 on CPU, else bfloat16",
     )
     model.add_argument(
         "--trust-remote-code", action="store_true", help="let Python code of the checkpoint run"

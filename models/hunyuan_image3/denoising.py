@@ -40,9 +40,17 @@ class EpText2ImagePipeline(HunyuanImage3Text2ImagePipeline):
         float32: keep the latents in float32. The noise is drawn in bf16 all the same, so that
             a seed means the same noise in either dtype.
         step_seconds: wall time of each step of the last picture.
+        has_nan: whether the last picture held NaN before it became colours.
     """
 
     float32: bool = False
+    has_nan: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)
+        # Inf becomes black or white as any colour out of range does; NaN makes what it touches black.
+        self.has_nan = bool(torch.isnan(output[0]).any())
+        return output
 
     def prepare_latents(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         latents = super().prepare_latents(*args, **kwargs)

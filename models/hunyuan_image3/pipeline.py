@@ -20,6 +20,7 @@ from vllm_omni.diffusion.models.hunyuan_image3.pipeline_hunyuan_image3 import (
     get_hunyuan_image3_post_process_func,
     get_hunyuan_image_3_prefix_cache_func,
 )
+from vllm_omni.platforms import current_omni_platform
 
 from omni_ep.config import RunRequest, validate_layout
 from omni_ep.groups import live_layout
@@ -46,13 +47,26 @@ def get_hunyuan_image_3_pre_process_func(od_config: OmniDiffusionConfig) -> Any:
     (``diffusion/diffusion_engine.py:270``), so a layout that cannot work is refused here.
 
     Raises:
-        ConfigurationError: the layout does not fit the model.
+        ConfigurationError: the layout does not fit the model, or a setting is not known.
     """
     register_config()
+    LoadingSettings.from_additional_config(od_config.additional_config)
     if od_config.parallel_config.enable_expert_parallel:
         refuse_impossible_layout(od_config)
+    use_platform_executor(od_config)
     with patches.config_from_json(trust_remote_code=od_config.trust_remote_code):
         return stock.get_hunyuan_image_3_pre_process_func(od_config)
+
+
+def use_platform_executor(od_config: OmniDiffusionConfig) -> None:
+    """Start ranks with omni-ep's executor where its platform has one and the user has not chosen another.
+
+    vLLM-Omni asks no platform for an executor (``diffusion/executor/abstract.py:31``), and looks for one
+    after the preprocessing.
+    """
+    executor = getattr(current_omni_platform, "diffusion_executor_backend", None)
+    if executor is not None and od_config.distributed_executor_backend is None:
+        od_config.distributed_executor_backend = executor()
 
 
 def refuse_impossible_layout(od_config: OmniDiffusionConfig) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from omni_ep.commands.layout_flags import HelpFormatter, add_layout_flags
 from omni_ep.config import RunRequest, check_checkpoint_folder, validate_layout
 from omni_ep.geometry import MoEGeometry
-from omni_ep.layout import ParallelLayout
 from omni_ep.layout_names import FACTORS
 from omni_ep.loading import Checkpoint, RankRole, check_against_config, plan_loading, read_checkpoint
+from omni_ep.loading.expectations import expected_tensors, is_foreign
 from omni_ep.loading.names import parse_expert, parse_layer
 
 EXAMPLES = """examples:
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     )
     validate_layout(request, config)
     layout = request.layout
+    unasked = _unasked(checkpoint, config, geometry)
     report = {
         "path": str(args.model),
         "layers": geometry.num_layers,
@@ -62,25 +63,44 @@ def run(args: argparse.Namespace) -> int:
         "header_bytes": checkpoint.header_bytes,
         "bytes_by_dtype": _by_dtype(checkpoint),
         "bytes_by_part": _by_part(checkpoint),
+        "unasked": unasked,
         "layout": layout.describe() if args.enable_expert_parallel else "expert parallelism is off",
-        "ranks": _ranks(checkpoint, config, geometry, layout, args.enable_expert_parallel),
+        "ep_size": layout.ep_size if args.enable_expert_parallel else 1,
+        "ranks": _ranks(checkpoint, config, geometry, request, unasked),
     }
     print(json.dumps(report, indent=2) if args.json else _table(report))
     return 0
+
+
+def _unasked(checkpoint: Checkpoint, config: dict[str, Any], geometry: MoEGeometry) -> list[str]:
+    """What the ranks would leave out, as far as names tell; they know the modules as well."""
+    expected = () if config.get("quantization_config") else expected_tensors(config)
+    nobody = RankRole(experts=dict.fromkeys(geometry.moe_layers, ()))
+    plan = plan_loading(
+        checkpoint,
+        geometry,
+        nobody,
+        has_home=lambda name: not expected or not is_foreign(name, expected),
+    )
+    return list(plan.unasked)
 
 
 def _ranks(
     checkpoint: Checkpoint,
     config: dict[str, Any],
     geometry: MoEGeometry,
-    layout: ParallelLayout,
-    expert_parallel: bool,
+    request: RunRequest,
+    unasked: list[str],
 ) -> list[dict[str, Any]]:
+    layout = request.layout
     ranks: list[dict[str, Any]] = []
     for rank in range(layout.world_size):
-        if not expert_parallel:
+        if not request.enable_expert_parallel:
             # vLLM-Omni's own loader reads every shard whole on every rank.
-            ranks.append({"rank": rank, "experts": [], "bytes_needed": checkpoint.nbytes, "bytes_skipped": 0})
+            experts = list(range(geometry.num_experts))
+            ranks.append(
+                {"rank": rank, "experts": experts, "bytes_needed": checkpoint.nbytes, "bytes_skipped": 0}
+            )
             continue
         role = RankRole.linear(
             geometry,
@@ -89,7 +109,13 @@ def _ranks(
             tp_rank=layout.coordinates(rank).tp,
             tp_size=layout.tp,
         )
-        plan = plan_loading(checkpoint, geometry, role, split_dense=not config.get("quantization_config"))
+        plan = plan_loading(
+            checkpoint,
+            geometry,
+            role,
+            has_home=lambda name: name not in unasked,
+            split_dense=not config.get("quantization_config"),
+        )
         ranks.append(
             {
                 "rank": rank,
@@ -120,9 +146,9 @@ def _part(name: str) -> str:
         return "routed experts"
     if parse_layer(name) is None:
         return "embeddings" if name.split(".")[0] in ("model", "lm_head") else name.split(".")[0]
-    module = name.split(".")[3]
+    module, part = [*name.split(".")[3:5], ""][:2]
     if module == "mlp":
-        return {"shared_mlp": "shared experts", "gate": "gates"}.get(name.split(".")[4], "dense MLPs")
+        return {"shared_mlp": "shared experts", "gate": "gates"}.get(part, "dense MLPs")
     return "attention" if module == "self_attn" else "norms"
 
 
@@ -130,7 +156,10 @@ def _table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['path']}",
         f"  {report['layers']} layers, {report['moe_layers']} of them with {report['experts']} experts each",
-        f"  {report['tensors']:,} tensors in {report['files']} files, {report['bytes']:,} bytes",
+        f"  {report['tensors']:,} tensors in {report['files']} file{'s' if report['files'] > 1 else ''}, "
+        f"{report['bytes']:,} bytes, and {report['header_bytes']:,} of headers",
+        "  headers, index and config.json agree: nothing of the transformer is missing",
+        *_unasked_lines(report["unasked"]),
         "",
     ]
     width = max(len(name) for name in (*report["bytes_by_part"], *report["bytes_by_dtype"]))
@@ -142,7 +171,13 @@ def _table(report: dict[str, Any]) -> str:
     lines += [f"what each rank reads ({report['layout']})", "  rank  experts          bytes        of all"]
     for entry in report["ranks"]:
         experts = entry["experts"]
-        shown = f"{experts[0]}-{experts[-1]}" if len(experts) > 1 else "".join(map(str, experts)) or "all"
+        shown = f"{experts[0]}-{experts[-1]}" if len(experts) > 1 else "".join(map(str, experts))
         share = entry["bytes_needed"] / report["bytes"]
         lines.append(f"  {entry['rank']:>4}  {shown:<8} {entry['bytes_needed']:>15,}  {share:8.1%}")
     return "\n".join(lines)
+
+
+def _unasked_lines(names: list[str]) -> list[str]:
+    if not names:
+        return []
+    return [f"  not read, since the model does not ask for them: {', '.join(names)}"]

@@ -7,13 +7,13 @@ upstream code from nested configs; their shapes are checked in the ranks, agains
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.loading.headers import Checkpoint, TensorHeader
-from omni_ep.loading.names import parse_expert
+from omni_ep.loading.names import parse_expert, parse_layer
 
 _CONFIG_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FLOATS = ("BF16", "F16", "F32")
@@ -46,6 +46,23 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, Shape]:
             expected[f"{prefix}.mlp.shared_mlp.gate_and_up_proj.weight"] = (2 * width, hidden)
             expected[f"{prefix}.mlp.shared_mlp.down_proj.weight"] = (hidden, width)
     return expected
+
+
+def is_foreign(name: str, expected: Collection[str]) -> bool:
+    """Whether no model of this config asks for a layer's tensor, as far as its name alone can tell.
+
+    Biases and scales are left to the model.
+
+    Args:
+        name: a tensor of the checkpoint.
+        expected: names of ``expected_tensors``.
+    """
+    return (
+        parse_layer(name) is not None
+        and parse_expert(name) is None
+        and name.endswith(".weight")
+        and name not in expected
+    )
 
 
 def expert_shapes(geometry: MoEGeometry, layer: int) -> dict[str, Shape]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omni_ep.errors import ConfigurationError
@@ -28,13 +28,22 @@ class LoadingSettings:
         """Read the engine's ``additional_config``; what else it holds is not ours.
 
         Raises:
-            ConfigurationError: if a value is not true or false.
+            ConfigurationError: if a setting is not known or its value is not true or false.
         """
         chosen = (additional_config or {}).get("omni_ep") or {}
-        known = {name: chosen[name] for name in ("check_weights", "filter_weights") if name in chosen}
-        for name, value in known.items():
+        known = [field.name for field in fields(cls)]
+        if not isinstance(chosen, Mapping):
+            raise ConfigurationError(
+                f'additional_config["omni_ep"] must map {" and ".join(known)} to true or false, '
+                f"got {chosen!r}"
+            )
+        for name, value in chosen.items():
+            if name not in known:
+                raise ConfigurationError(
+                    f'additional_config["omni_ep"] has no setting {name!r}; it has {" and ".join(known)}'
+                )
             if not isinstance(value, bool):
                 raise ConfigurationError(
                     f'additional_config["omni_ep"]["{name}"] must be true or false, got {value!r}'
                 )
-        return cls(**known)
+        return cls(**chosen)

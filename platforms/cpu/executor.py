@@ -14,12 +14,13 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from vllm.logger import init_logger
 from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 from vllm_omni.diffusion.worker import WorkerProc
 
+from omni_ep.errors import ConfigurationError, WorkerStartError
 from omni_ep.platforms.cpu import forkserver
 
 logger = init_logger(__name__)
@@ -33,10 +34,6 @@ _KILL_AFTER_S = 2.0
 _ASKED_TO_END = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-class WorkerStartError(RuntimeError):
-    """A rank failed before it was ready; the message is the rank's own."""
-
-
 def _run_rank(environment: dict[str, str], rank: int, writer: Connection, arguments: tuple[Any, ...]) -> None:
     """The body of one rank: vLLM-Omni's worker in the parent's environment."""
     os.environ.update(environment)
@@ -46,12 +43,20 @@ def _run_rank(environment: dict[str, str], rank: int, writer: Connection, argume
     od_config, *rest = arguments
     try:
         WorkerProc.worker_main(rank, od_config, writer, *rest)
+    except ConfigurationError as exc:
+        # A sentence for the user, which the parent says; where it was raised helps nobody.
+        logger.debug("rank %d failed", rank, exc_info=True)
+        _report_failure(writer, str(exc))
     except Exception as exc:
         logger.exception("rank %d failed", rank)
-        # A parent that has stopped listening knows already.
-        with contextlib.suppress(OSError):
-            writer.send({"status": "failed", "error": f"{type(exc).__name__}: {exc}"})
-        raise SystemExit(1) from exc
+        _report_failure(writer, f"{type(exc).__name__}: {exc}")
+
+
+def _report_failure(writer: Connection, error: str) -> NoReturn:
+    # A parent that has stopped listening knows already.
+    with contextlib.suppress(OSError):
+        writer.send({"status": "failed", "error": error})
+    raise SystemExit(1)
 
 
 def _exit_with_parent() -> None:

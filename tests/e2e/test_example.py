@@ -22,10 +22,11 @@ from examples.text_to_image import text_to_image
 from omni_ep.checkpoint import CheckpointSpec, inventory, make_checkpoint
 from omni_ep.layout import ParallelLayout
 from omni_ep.planner import Workload
-from tests.shards import INDEX
+from tests.shards import INDEX, damaged_expert
 
 EXAMPLE = Path(text_to_image.__file__)
 START_TIMEOUT_S = 240.0
+TWO_RANKS = ("--tensor-parallel-size", 2, "--enable-expert-parallel")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +130,7 @@ def test_picture_proof_and_report(start: Callable[..., Run], tmp_path: Path, mod
     run = start(
         "--model",
         _with_stray_tensor(model, tmp_path / "model"),
-        *("--tensor-parallel-size", 2, "--enable-expert-parallel", "--compare-baseline"),
+        *(*TWO_RANKS, "--compare-baseline"),
         *("--num-inference-steps", 4, "--num-images-per-prompt", 2, "--report", "report.json"),
         *("--plot-expert-load", "load.png"),
         CXX="/bin/false",
@@ -183,7 +184,7 @@ def _check_expert_load(load: dict[str, Any], text: str, folder: Path) -> None:
     assert "saved load.png" in text
 
 
-LONG = ("--num-inference-steps", 1000, "--tensor-parallel-size", 2, "--enable-expert-parallel")
+LONG = ("--num-inference-steps", 1000, *TWO_RANKS)
 
 
 @pytest.mark.engine
@@ -197,6 +198,30 @@ def test_killed_rank_is_an_error_soon(start: Callable[..., Run], model: Path) ->
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (
+            ["--check-weights"],
+            "the engine did not start: rank 1 failed to start: /.* holds NaN in .*experts.6",
+        ),
+        (["--compare-baseline"], "the picture holds NaN where colours were expected; .*--check-weights"),
+    ],
+)
+def test_nan_ends_in_one_sentence(
+    flags: list[str], error: str, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    """No traceback of any rank or thread, and no proof from two pictures that are black."""
+    model = damaged_expert(tmp_path / "model", 6, b"\xc0\x7f")
+    run = start("--model", model, "--num-inference-steps", 2, *TWO_RANKS, *flags)
+    assert run.ends_within(START_TIMEOUT_S) == 1
+    text = run.text()
+    assert re.search(rf"^error: {error}.*\Z", text.rstrip(), re.MULTILINE), text
+    assert "Traceback" not in text
+    assert "against one rank" not in text
+    assert not list(tmp_path.glob("*.png"))
+
+
 @pytest.mark.parametrize("moment", ["starting", "painting"])
 def test_interrupt_ends_everything(start: Callable[..., Run], model: Path, moment: str) -> None:
     run = start("--model", model, *LONG)

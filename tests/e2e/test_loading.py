@@ -17,14 +17,13 @@ import torch
 
 from omni_ep.checkpoint import CheckpointSpec, make_checkpoint, tensors
 from omni_ep.config import RunRequest
-from omni_ep.errors import ConfigurationError
+from omni_ep.errors import ConfigurationError, WorkerStartError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.loading import RankRole, plan_loading, read_checkpoint
 from omni_ep.placement import ExpertPlacement
-from omni_ep.platforms.cpu.executor import WorkerStartError
 from tests.e2e.engines import ranks
 from tests.ranks import run_on_ranks
-from tests.shards import DAMAGES, INDEX, copy_of_tiny, entries, header_of
+from tests.shards import DAMAGES, INDEX, copy_of_tiny, damaged_expert, entries, header_of
 from tests.topologies import TOPOLOGIES, run_request
 from tests.workers import TINY, diffusion_config, worker
 
@@ -140,25 +139,12 @@ def test_bytes_and_memory_of_a_load(tmp_path: Path) -> None:
         assert measured["peak"] <= measured["own"] + MEMORY_ALLOWANCE, f"{measured}"
 
 
-def damaged_expert(folder: Path, expert: int, word: bytes) -> Path:
-    """A copy of the tiny checkpoint with one value of one expert overwritten."""
-    copy_of_tiny(folder)
-    name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
-    header = read_checkpoint(folder).tensors[name]
-    with header.file.open("r+b") as file:
-        file.seek(header.offset + 10)
-        file.write(word)
-    return folder
-
-
 def test_nan_in_one_expert_ends_the_start(tmp_path: Path) -> None:
     request = run_request("tp2+ep")
     # Expert 6 belongs to the second rank; the first sees nothing wrong.
     assert ExpertPlacement.linear(8, 2).owner(6)[0] == 1
     folder = damaged_expert(tmp_path / "model", 6, b"\xc0\x7f")
-    text = (
-        r"rank 1 failed to start: ConfigurationError: .*safetensors holds NaN in model.layers.1.mlp.experts.6"
-    )
+    text = r"rank 1 failed to start: /.*safetensors holds NaN in model.layers.1.mlp.experts.6"
     started = time.monotonic()
     with (
         pytest.raises(WorkerStartError, match=text),
@@ -203,6 +189,31 @@ def test_any_engine_refuses_damage_before_a_rank_starts(tmp_path: Path) -> None:
     do, text = DAMAGES["truncated shard"]
     do(folder)
     with pytest.raises(ConfigurationError, match=text):
+        get_hunyuan_image_3_pre_process_func(config)
+
+
+def test_an_engine_finds_the_executor_of_the_platform() -> None:
+    """And keeps the one that somebody chose."""
+    from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
+
+    from omni_ep.models.hunyuan_image3.pipeline import get_hunyuan_image_3_pre_process_func
+    from omni_ep.platforms.cpu.executor import ForkserverDiffusionExecutor
+
+    config = diffusion_config(run_request("tp2+ep"))
+    stock = DiffusionExecutor.get_class(config)
+    assert stock is not ForkserverDiffusionExecutor, "vLLM-Omni asks the platform by itself now"
+    get_hunyuan_image_3_pre_process_func(config)
+    assert DiffusionExecutor.get_class(config) is ForkserverDiffusionExecutor
+    config.distributed_executor_backend = "mp"
+    get_hunyuan_image_3_pre_process_func(config)
+    assert DiffusionExecutor.get_class(config) is stock
+
+
+def test_an_engine_refuses_a_setting_it_does_not_know() -> None:
+    from omni_ep.models.hunyuan_image3.pipeline import get_hunyuan_image_3_pre_process_func
+
+    config = diffusion_config(run_request("one rank"), additional_config={"omni_ep": {"check_weigths": True}})
+    with pytest.raises(ConfigurationError, match="has no setting 'check_weigths'"):
         get_hunyuan_image_3_pre_process_func(config)
 
 

@@ -357,11 +357,9 @@ def test_complete_folder(folder: Path) -> None:
 
 
 def test_no_folder(folder: Path) -> None:
-    assert "does not exist; --model takes a local folder" in folder_refusal(folder / "absent")
-    assert "is not a folder; --model takes the folder that holds config.json" in folder_refusal(
-        folder / "config.json"
-    )
-    with pytest.raises(ConfigurationError, match="--model is empty"):
+    assert "does not exist; name a folder of this machine" in folder_refusal(folder / "absent")
+    assert "is not a folder; name the folder that holds config.json" in folder_refusal(folder / "config.json")
+    with pytest.raises(ConfigurationError, match="folder is empty; name the folder"):
         check_checkpoint_folder("")
 
 

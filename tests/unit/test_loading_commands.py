@@ -12,7 +12,7 @@ import pytest
 from omni_ep import cli
 from omni_ep.errors import ConfigurationError
 from omni_ep.loading import LoadingSettings
-from tests.shards import DAMAGES, TINY, copy_of_tiny
+from tests.shards import DAMAGES, INDEX, TINY, copy_of_tiny, entries, put_shard
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_to_image" / "text_to_image.py"
 
@@ -77,6 +77,30 @@ def test_inspect_without_ep_says_what_stock_reads(capsys: pytest.CaptureFixture[
     assert cli.main(["inspect", str(TINY), "--tensor-parallel-size", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [rank["bytes_needed"] for rank in report["ranks"]] == [report["bytes"]] * 2
+    assert [rank["experts"] for rank in report["ranks"]] == [list(range(8))] * 2
+    assert report["ep_size"] == 1
+
+
+def test_inspect_lists_what_no_rank_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A foreign module, an expert and a layer too many; a bias may belong to the model."""
+    folder = copy_of_tiny(tmp_path / "model")
+    (folder / INDEX).unlink()
+    foreign = ["layers.0.foo.weight", "layers.0.mlp.experts.8.down_proj.weight", "layers.0.mlp.weight"]
+    foreign = [f"model.{name}" for name in (*foreign, "layers.2.input_layernorm.weight")]
+    bias = "model.layers.0.self_attn.qkv_proj.bias"
+    put_shard(
+        folder / "more.safetensors", entries(dict.fromkeys([*foreign, bias], ("BF16", (3,))))[0], bytes(30)
+    )
+    layout = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
+    assert cli.main(["inspect", str(TINY), *layout, "--json"]) == 0
+    sound = json.loads(capsys.readouterr().out)
+    assert cli.main(["inspect", str(folder), *layout, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (sound["unasked"], report["unasked"]) == ([], sorted(foreign))
+    for rank, other in zip(report["ranks"], sound["ranks"], strict=True):
+        assert rank["bytes_needed"] == other["bytes_needed"] + 6
+    assert cli.main(["inspect", str(folder), *layout]) == 0
+    assert f"does not ask for them: {', '.join(sorted(foreign))}" in capsys.readouterr().out
 
 
 def test_inspect_refuses_what_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,9 +128,11 @@ def test_inspect_imports_no_torch() -> None:
 
 def test_settings_are_checked() -> None:
     assert LoadingSettings.from_additional_config(None) == LoadingSettings()
-    assert LoadingSettings.from_additional_config(
-        {"omni_ep": {"check_weights": True, "other": 1}}
-    ).check_weights
+    assert LoadingSettings.from_additional_config({"omni_ep": {"check_weights": True}, "x": 1}).check_weights
+    with pytest.raises(ConfigurationError, match="has no setting 'check_weigths'; it has check_weights and"):
+        LoadingSettings.from_additional_config({"omni_ep": {"check_weigths": True}})
+    with pytest.raises(ConfigurationError, match=r"must map check_weights and filter_weights .*, got True"):
+        LoadingSettings.from_additional_config({"omni_ep": True})
     with pytest.raises(
         ConfigurationError, match=r'\["omni_ep"\]\["check_weights"\] must be true or false, got'
     ):
