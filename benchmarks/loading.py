@@ -105,7 +105,8 @@ def _write_shards(folder: Path, spec: CheckpointSpec, total: int) -> dict[str, s
             start, end = end, end + 2 * prod(shape)
             header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
         file = folder / f"model-{number:04d}-of-{len(shards):04d}.safetensors"
-        text = json.dumps(header).encode()
+        # As the safetensors library writes it.
+        text = json.dumps(header, separators=(",", ":")).encode()
         with file.open("wb") as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for start in range(0, end, _POOL_BYTES):

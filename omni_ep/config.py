@@ -451,6 +451,16 @@ def check_checkpoint_folder(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigurationError: naming what is missing, malformed or unsupported.
     """
+    try:
+        return _checked_folder(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.filename or path} cannot be read ({error.strerror}), a checkpoint folder was expected; "
+            "give this user read permission for it and what it holds"
+        ) from None
+
+
+def _checked_folder(path: str | Path) -> dict[str, Any]:
     folder = Path(path)
     if not str(path):
         raise ConfigurationError(
@@ -485,12 +495,16 @@ def check_checkpoint_folder(path: str | Path) -> dict[str, Any]:
 def _check_shards(folder: Path) -> None:
     present = {file.name for file in folder.glob("*.safetensors")}
     for index in sorted(folder.glob("*.safetensors.index.json")):
-        named = set((_read_json(index).get("weight_map") or {}).values())
+        weight_map = _read_json(index).get("weight_map")
+        # What kind of thing it is, the headers' reader judges.
+        shards = weight_map.values() if isinstance(weight_map, dict) else ()
+        named = {shard for shard in shards if isinstance(shard, str)}
         absent = sorted(named - present)
         if absent:
             more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
             raise ConfigurationError(
-                f"{index} names {len(named)} weight files of which {len(absent)} are missing "
+                f"{index} names {len(named)} weight files of which {len(absent)} "
+                f"{'is' if len(absent) == 1 else 'are'} missing "
                 f"({_join(absent[:3])}{more}); download the checkpoint again"
             )
     if not present:
@@ -502,7 +516,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{file} is missing; download the checkpoint again")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(
             f"{file} is not valid JSON ({error}); download the checkpoint again"
         ) from None

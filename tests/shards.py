@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 SHARD = "model-0001-of-0003.safetensors"
 EXPERT = "model.layers.0.mlp.experts.5.down_proj.weight"
 
-_BYTES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
+_BYTES = {"BF16": 2, "I16": 2, "F32": 4, "BOOL": 1, "U8": 1, "F8_E4M3": 1}
 
 
 def header_of(file: Path) -> tuple[dict[str, Any], bytes]:

@@ -21,9 +21,11 @@ from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.loading import LoadingPlan, LoadingSettings, RankRole, check_against_config, plan_loading
 from omni_ep.loading.completeness import LoadCounter, check_complete
-from omni_ep.loading.headers import Checkpoint, read_checkpoint, read_headers
+from omni_ep.loading.expectations import is_expert_part
+from omni_ep.loading.headers import read_checkpoint, read_headers
 from omni_ep.loading.names import parse_expert
 from omni_ep.loading.placement import Placement
+from omni_ep.loading.plan import Read
 from omni_ep.loading.progress import loading_bar
 from omni_ep.loading.reader import PlannedReader
 from omni_ep.models.hunyuan_image3 import patches
@@ -61,18 +63,65 @@ def places_of(pipeline: nn.Module) -> dict[str, torch.Tensor]:
     return dict(pipeline.named_buffers()) | dict(pipeline.named_parameters())
 
 
-def has_home(places: Collection[str]) -> Callable[[str], bool]:
-    """Whether a checkpoint tensor's name leads to one of these parameters and buffers."""
+def home_of(places: Collection[str]) -> Callable[[str], str | None]:
+    """Which of these parameters and buffers a checkpoint tensor's name leads to, if any.
 
-    def answer(name: str) -> bool:
-        if any(part in name for part in _ALWAYS_WANTED):
-            return True
+    One that holds several tensors, such as ``qkv_proj``, is the home of each of them.
+    """
+
+    def answer(name: str) -> str | None:
         renamed = _RENAMED_WHOLE.get(name, name)
         for old, new in _RENAMED:
             renamed = renamed.replace(old, new)
-        return renamed in places or any(renamed.replace(old, new) in places for old, new in _PACKED)
+        if renamed in places:
+            return renamed
+        packed = (renamed.replace(old, new) for old, new in _PACKED if old in renamed)
+        return next((name for name in packed if name in places), None)
 
     return answer
+
+
+def has_home(places: Collection[str], *, quantized: bool) -> Callable[[str], bool]:
+    """Whether the model has a place for a checkpoint tensor of this name."""
+    home = home_of(places)
+
+    def answer(name: str) -> bool:
+        if quantized and any(part in name for part in _ALWAYS_WANTED):
+            return True
+        expert = parse_expert(name)
+        return is_expert_part(expert.leaf) if expert is not None else home(name) is not None
+
+    return answer
+
+
+def stored_shapes(place: torch.Tensor, *, parts: int) -> list[tuple[int, ...]]:
+    """Shapes a checkpoint may hold a tensor of this parameter in, in ascending order.
+
+    One with a weight loader may be split over TP along either of its first dimensions, and vLLM's loaders cut
+    what they need out of a tensor that is too large without a word.
+
+    Args:
+        parts: tensors of the same size that lie in it one after the other.
+    """
+    shape = tuple(place.shape)
+    if not hasattr(place, "weight_loader") or not shape:
+        return [shape]
+    tp = get_tensor_model_parallel_world_size()
+    rows, *rest = shape
+    found = {(rows // parts, *rest), (rows * tp // parts, *rest)}
+    if rest:
+        found.add((rows // parts, rest[0] * tp, *rest[1:]))
+    return sorted(found)
+
+
+def _parts_of(home: str) -> int:
+    return sum(new in f"{home}." for _, new in _PACKED)
+
+
+def is_quantized(pipeline: Any) -> bool:
+    """Whether the weights are, or will be, in a packed format."""
+    config = pipeline.hf_config.to_dict()
+    return bool(config.get("quantization_config") or pipeline.od_config.quantization_config)
 
 
 def unasked_warning(where: str, names: Sequence[str]) -> str | None:
@@ -110,11 +159,11 @@ class AskedFor:
         self.where = pipeline.od_config.model
         self.unasked: list[str] = []
         self._weights = weights
-        self._has_home = has_home(places_of(pipeline))
+        self._has_home = has_home(places_of(pipeline), quantized=is_quantized(pipeline))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights:
-            if parse_expert(name) is not None or self._has_home(name):
+            if self._has_home(name):
                 yield name, tensor
             else:
                 self.unasked.append(name)
@@ -134,6 +183,7 @@ class OwnedWeights:
         self.config: dict[str, Any] = pipeline.hf_config.to_dict()
         self.geometry = MoEGeometry.from_config(self.config)
         # Names and modules are asked for several times, and a large model has thousands.
+        self.quantized = is_quantized(pipeline)
         self.places = places_of(pipeline)
         self.layers = routed_experts(pipeline)
         self.experts = live_experts(self.layers, self.geometry.num_experts)
@@ -141,6 +191,7 @@ class OwnedWeights:
         self.counter = LoadCounter()
         self.placed: set[str] = set()
         self.bytes_read = 0
+        self.current = ""
         self.where = ""
         self.warning: str | None = None
 
@@ -156,7 +207,7 @@ class OwnedWeights:
         started = time.perf_counter()
         parameters = {name: place for name, place in self.places.items() if isinstance(place, nn.Parameter)}
         with self.counter.watching(parameters), patches.weights_iterator(self.read):
-            loaded = set(stock_load(weights))
+            loaded = set(self._explained(stock_load, weights))
         # What was placed passed upstream's loader by.
         loaded |= self.placed
         if self.plan is None:
@@ -181,11 +232,6 @@ class OwnedWeights:
         }
         return loaded
 
-    @property
-    def quantized(self) -> bool:
-        """Whether the weights are, or will be, in a packed format."""
-        return bool(self.config.get("quantization_config") or self.pipeline.od_config.quantization_config)
-
     def read(self, files: Sequence[str], threads: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The iterator that stands in for upstream's; ``files`` are the shards of one source."""
         folder = Path(files[0]).parent
@@ -201,11 +247,11 @@ class OwnedWeights:
                 tp_rank=get_tensor_model_parallel_rank(),
                 tp_size=get_tensor_model_parallel_world_size(),
             ),
-            has_home=has_home(self.places),
+            has_home=has_home(self.places, quantized=self.quantized),
             split_dense=not self.quantized,
         )
         if not self.quantized:
-            self._check_shapes(checkpoint, plan)
+            self._check_homes(plan)
         self.warning = unasked_warning(checkpoint.where, plan.unasked)
         log_on_first_rank(self.warning)
         with loading_bar(plan.bytes_needed, enabled=is_first_rank()) as progress:
@@ -218,7 +264,11 @@ class OwnedWeights:
                 placed=self._count,
             )
             try:
-                yield from reader
+                for name, tensor in reader:
+                    self.current = name
+                    yield name, tensor
+                    # Not kept while the next is read.
+                    del tensor
             finally:
                 self.bytes_read = reader.bytes_read + checkpoint.header_bytes
 
@@ -226,21 +276,48 @@ class OwnedWeights:
         self.counter.calls.update(placement.loads)
         self.placed.update(name for name, _, _ in placement.loads)
 
-    def _check_shapes(self, checkpoint: Checkpoint, plan: LoadingPlan) -> None:
+    def _explained(self, stock_load: Callable[[Weights], set[str]], weights: Weights) -> set[str]:
+        """Say which tensor a weight loader stumbled over; most only assert."""
+        try:
+            return stock_load(weights)
+        except (ConfigurationError, torch.OutOfMemoryError):
+            raise
+        except (AssertionError, KeyError, ValueError, RuntimeError) as error:
+            read = self.plan.read_by_name.get(self.current) if self.plan else None
+            if read is None:
+                raise
+            why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise ConfigurationError(
+                f"{read.header.file} holds {read.header.name} as {read.header.dtype} with shape "
+                f"{list(read.header.shape)}, which the model does not take ({why}); use the config.json that "
+                "belongs to these weights"
+            ) from error
+
+    def _check_homes(self, plan: LoadingPlan) -> None:
         """Hold what ``check_against_config`` cannot know against the modules."""
+        home_of_name = home_of(self.places)
+        filled: dict[str, Read] = {}
         for read in plan.reads:
-            place = self.places.get(read.name)
-            # A weight loader may split over TP, and asserts on shapes by itself.
-            if place is None or read.name.startswith("model.") or hasattr(place, "weight_loader"):
+            if parse_expert(read.name) is not None or (home := home_of_name(read.name)) is None:
                 continue
-            header = checkpoint.tensors[read.name]
-            if header.shape != tuple(place.shape):
+            place, header = self.places[home], read.header
+            whole = not any(old in read.name for old, _ in _PACKED)
+            if whole and (other := filled.setdefault(home, read)) is not read:
                 raise ConfigurationError(
-                    f"{header.file} holds {header.name} with shape {list(header.shape)}, the model expects "
-                    f"{list(place.shape)}; use the config.json that belongs to these weights"
+                    f"{header.file} holds {header.name}, {other.header.file.name} holds {other.name}, and "
+                    f"both fill {home}; one was expected, remove what does not belong to this checkpoint"
                 )
-            if place.is_floating_point() and header.dtype[0] not in "FB":
+            if place.is_floating_point() and not header.dtype.startswith(("F", "BF")):
                 raise ConfigurationError(
                     f"{header.file} holds {header.name} as {header.dtype}, a floating-point format was "
                     "expected; use the config.json that belongs to these weights"
+                )
+            if read.name.startswith("model."):
+                continue
+            shapes = stored_shapes(place, parts=1 if whole else _parts_of(home))
+            if header.shape not in shapes:
+                expected = " or ".join(str(list(shape)) for shape in shapes)
+                raise ConfigurationError(
+                    f"{header.file} holds {header.name} with shape {list(header.shape)}, the model expects "
+                    f"{expected}; use the config.json that belongs to these weights"
                 )

@@ -9,6 +9,7 @@ from typing import Any
 
 from omni_ep.commands.layout_flags import HelpFormatter, add_layout_flags
 from omni_ep.config import RunRequest, check_checkpoint_folder, validate_layout
+from omni_ep.errors import malformed
 from omni_ep.geometry import MoEGeometry
 from omni_ep.layout_names import FACTORS
 from omni_ep.loading import Checkpoint, RankRole, check_against_config, plan_loading, read_checkpoint
@@ -44,8 +45,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report; 0, or a ConfigurationError that names what is damaged."""
     config = check_checkpoint_folder(args.model)
     checkpoint = read_checkpoint(args.model)
-    check_against_config(checkpoint, config)
-    geometry = MoEGeometry.from_config(config)
+    with malformed(str(args.model / "config.json")):
+        geometry = MoEGeometry.from_config(config)
+        check_against_config(checkpoint, config)
     request = RunRequest(
         **{name: getattr(args, name) for name in (*FACTORS.values(), "enable_expert_parallel")}
     )
@@ -162,17 +164,18 @@ def _table(report: dict[str, Any]) -> str:
         *_unasked_lines(report["unasked"]),
         "",
     ]
-    width = max(len(name) for name in (*report["bytes_by_part"], *report["bytes_by_dtype"]))
+    total = report["bytes"] or 1
+    width = max((len(name) for name in (*report["bytes_by_part"], *report["bytes_by_dtype"])), default=0)
     for title in ("bytes_by_dtype", "bytes_by_part"):
         lines.append(title.replace("_", " "))
         for name, size in report[title].items():
-            lines.append(f"  {name:<{width}}  {size:>18,}  {size / report['bytes']:6.1%}")
+            lines.append(f"  {name:<{width}}  {size:>18,}  {size / total:6.1%}")
         lines.append("")
     lines += [f"what each rank reads ({report['layout']})", "  rank  experts          bytes        of all"]
     for entry in report["ranks"]:
         experts = entry["experts"]
         shown = f"{experts[0]}-{experts[-1]}" if len(experts) > 1 else "".join(map(str, experts))
-        share = entry["bytes_needed"] / report["bytes"]
+        share = entry["bytes_needed"] / total
         lines.append(f"  {entry['rank']:>4}  {shown:<8} {entry['bytes_needed']:>15,}  {share:8.1%}")
     return "\n".join(lines)
 

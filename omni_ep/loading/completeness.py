@@ -25,7 +25,11 @@ EXPERT_SHARDS = {
 }
 _EXPERT_PARAMETER = re.compile(r"layers\.(\d+)\.mlp\.experts\.(?:routed_experts\.)?w(?:13|2)_weight$")
 #: Parameters that the checkpoint's one tensor fills in several calls.
-_PARTS: dict[str, tuple[Any, ...]] = {".gate_up_proj.weight": (0, 1), ".qkv_proj.weight": ("q", "k", "v")}
+_PARTS: dict[str, tuple[Any, ...]] = {
+    ".gate_up_proj.weight": (0, 1),
+    ".qkv_proj.weight": ("q", "k", "v"),
+    ".qkv_proj.bias": ("q", "k", "v"),
+}
 
 
 class LoadCounter:
@@ -37,10 +41,11 @@ class LoadCounter:
     @contextmanager
     def watching(self, parameters: Mapping[str, Any]) -> Iterator[None]:
         """Watch the parameters that bring a weight loader; those without are loaded by name alone."""
+        # An attribute of some, a property of others (``vllm/model_executor/parameter.py:69``).
         originals = {
-            name: parameter.__dict__["weight_loader"]
+            name: parameter.weight_loader
             for name, parameter in parameters.items()
-            if "weight_loader" in getattr(parameter, "__dict__", {})
+            if hasattr(parameter, "weight_loader")
         }
         for name, loader in originals.items():
             parameters[name].weight_loader = self._counted(name, loader)

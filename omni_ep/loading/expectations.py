@@ -51,7 +51,7 @@ def expected_tensors(config: Mapping[str, Any]) -> dict[str, Shape]:
 def is_foreign(name: str, expected: Collection[str]) -> bool:
     """Whether no model of this config asks for a layer's tensor, as far as its name alone can tell.
 
-    Biases and scales are left to the model.
+    Biases and scales are left to the model, an expert's as well.
 
     Args:
         name: a tensor of the checkpoint.
@@ -59,9 +59,9 @@ def is_foreign(name: str, expected: Collection[str]) -> bool:
     """
     return (
         parse_layer(name) is not None
-        and parse_expert(name) is None
         and name.endswith(".weight")
         and name not in expected
+        and not ((expert := parse_expert(name)) and is_expert_part(expert.leaf))
     )
 
 
@@ -101,18 +101,18 @@ def check_against_config(checkpoint: Checkpoint, config: Mapping[str, Any]) -> N
 def _check_experts(checkpoint: Checkpoint, config: Mapping[str, Any], quantized: bool) -> None:
     geometry = MoEGeometry.from_config(config)
     dtype = _CONFIG_DTYPES.get(str(config.get("torch_dtype") or config.get("dtype") or ""))
-    present = expert_tensors(checkpoint)
+    present = expert_tensors(checkpoint, geometry.num_experts)
     for layer in geometry.moe_layers:
         for part, shape in expert_shapes(geometry, layer).items():
             projection = part.split(".")[0]
             for expert in range(geometry.num_experts):
                 if quantized:
                     if (layer, expert, projection) not in present:
-                        raise missing_expert(checkpoint, layer, expert, projection)
+                        raise missing_expert(checkpoint, present, layer, expert, projection)
                     continue
                 header = present.get((layer, expert, part))
                 if header is None:
-                    raise missing_expert(checkpoint, layer, expert, part)
+                    raise missing_expert(checkpoint, present, layer, expert, part)
                 fused = _is_fused(header)
                 _check_shape(header, (geometry.num_experts, *shape) if fused else shape)
                 _check_float(header, dtype)
@@ -125,9 +125,18 @@ def _is_fused(header: TensorHeader) -> bool:
     return name is not None and name.expert is None
 
 
-def expert_tensors(checkpoint: Checkpoint) -> dict[tuple[int, int, str], TensorHeader]:
+def is_expert_part(leaf: str) -> bool:
+    """Whether this last part of an expert tensor's name is a weight's; a fused one's may lack ``.weight``."""
+    return leaf in EXPERT_PARTS or f"{leaf}.weight" in EXPERT_PARTS
+
+
+def expert_tensors(checkpoint: Checkpoint, num_experts: int) -> dict[tuple[int, int, str], TensorHeader]:
     """Headers by (layer, expert, part) and by (layer, expert, projection); a fused tensor is there once for
-    each of its experts."""
+    each of its experts.
+
+    Raises:
+        ConfigurationError: an expert's part comes by itself and in a tensor of all experts.
+    """
     found: dict[tuple[int, int, str], TensorHeader] = {}
     for header in checkpoint.tensors.values():
         name = parse_expert(header.name)
@@ -135,19 +144,29 @@ def expert_tensors(checkpoint: Checkpoint) -> dict[tuple[int, int, str], TensorH
             continue
         fused = name.expert is None
         leaf = name.leaf if "." in name.leaf else f"{name.leaf}.weight"
-        for expert in range(header.shape[0] if header.shape else 0) if fused else (name.expert or 0,):
-            found[name.layer, expert, leaf] = header
+        # A header may claim any number of rows of no bytes.
+        rows = min(header.shape[0], num_experts) if header.shape else 0
+        for expert in range(rows) if fused else (name.expert or 0,):
+            other = found.setdefault((name.layer, expert, leaf), header)
+            if other is not header:
+                raise ConfigurationError(
+                    f"{header.file} holds {header.name}, {other.file.name} holds {other.name}: expert "
+                    f"{expert} of layer {name.layer} comes twice, once was expected; remove what does not "
+                    "belong to this checkpoint"
+                )
             found.setdefault((name.layer, expert, leaf.split(".")[0]), header)
     return found
 
 
-def missing_expert(checkpoint: Checkpoint, layer: int, expert: int, part: str) -> ConfigurationError:
-    """The error for an expert's tensor that no shard holds."""
-    neighbours = {
-        header.file.name
-        for (other_layer, _, _), header in expert_tensors(checkpoint).items()
-        if other_layer == layer
-    }
+def missing_expert(
+    checkpoint: Checkpoint,
+    present: Mapping[tuple[int, int, str], TensorHeader],
+    layer: int,
+    expert: int,
+    part: str,
+) -> ConfigurationError:
+    """The error for an expert's tensor that no shard holds; ``present`` is from ``expert_tensors``."""
+    neighbours = {header.file.name for (other_layer, _, _), header in present.items() if other_layer == layer}
     shards = f" (layer {layer} is in {', '.join(sorted(neighbours))})" if neighbours else ""
     return ConfigurationError(
         f"layer {layer}, expert {expert}: no shard of {checkpoint.where} holds "

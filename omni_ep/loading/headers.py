@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,7 +33,7 @@ DTYPE_BITS = {
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 
-_Whole = Annotated[int, msgspec.Meta(ge=0)]
+_Whole = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _Entry(msgspec.Struct):
@@ -114,7 +116,7 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
         return read_headers(present)
     placed = _read_index(index)
     for name in sorted(set(placed.values())):
-        if not (path / name).exists():
+        if not _exists(path / name):
             raise ConfigurationError(f"{path / name} is missing, {index.name} names it; {_AGAIN}")
     checkpoint = read_headers([path / name for name in sorted(set(placed.values()))])
     for tensor, shard in placed.items():
@@ -153,12 +155,25 @@ def read_headers(files: Sequence[str | os.PathLike[str]]) -> Checkpoint:
     return Checkpoint(files=paths, tensors=tensors, header_bytes=header_bytes)
 
 
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError as error:
+        # A name that no file can have.
+        raise _unreadable(file, "a safetensors shard", error) from None
+
+
 def _read_index(index: Path) -> dict[str, str]:
     try:
-        content = json.loads(index.read_bytes())
+        text = index.read_bytes()
+        if text.startswith(_LFS_POINTER):
+            raise _pointer(index, len(text), "a JSON index")
+        content = json.loads(text)
     except OSError as error:
         raise _unreadable(index, "a JSON index", error) from None
-    except ValueError as error:
+    except ConfigurationError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{index} is not valid JSON ({error}); {_AGAIN}") from None
     placed = content.get("weight_map") if isinstance(content, dict) else None
     if (
@@ -173,6 +188,11 @@ def _read_index(index: Path) -> dict[str, str]:
 def _read_shard(file: Path) -> tuple[list[TensorHeader], int]:
     """The tensors in file order, and the bytes read."""
     try:
+        # Opening a pipe would wait for somebody to write into it.
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ConfigurationError(
+                f"{file} is not a regular file, a safetensors shard was expected; {_AGAIN}"
+            )
         with file.open("rb", buffering=0) as stream:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(_LENGTH_BYTES) or b""
@@ -190,10 +210,7 @@ def _read_shard(file: Path) -> tuple[list[TensorHeader], int]:
 
 def _header_length(file: Path, prefix: bytes, size: int, read: Any) -> int:
     if size >= _LENGTH_BYTES and (prefix + (read(64) or b""))[: len(_LFS_POINTER)] == _LFS_POINTER:
-        raise ConfigurationError(
-            f"{file} is a Git-LFS pointer of {size} bytes, a safetensors shard was expected; run "
-            "`git lfs pull` in its folder"
-        )
+        raise _pointer(file, size, "a safetensors shard")
     if len(prefix) < _LENGTH_BYTES:
         raise _truncated(file, _LENGTH_BYTES, size, "the length of its header")
     length = int.from_bytes(prefix, "little")
@@ -216,8 +233,8 @@ def _read_exactly(stream: Any, length: int) -> bytes:
 def _parse(file: Path, text: bytes, start: int) -> list[TensorHeader]:
     try:
         content = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        _refuse_repeated_keys(file, text, content)
         content.pop("__metadata__", None)
-        _refuse_repeated_keys(file, text, len(content))
     except ConfigurationError:
         raise
     except (ValueError, RecursionError) as error:
@@ -226,27 +243,29 @@ def _parse(file: Path, text: bytes, start: int) -> list[TensorHeader]:
     return sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes))
 
 
-def _refuse_repeated_keys(file: Path, text: bytes, entries: int) -> None:
+def _refuse_repeated_keys(file: Path, text: bytes, content: Mapping[str, msgspec.Raw]) -> None:
     """JSON readers keep one of two equal keys and say nothing."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        content = dict(pairs)
-        if len(content) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+        kept = dict(pairs)
+        if len(kept) < len(pairs):
+            [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
             raise _corrupt(file, f"it names {twice} twice, once was expected")
-        return content
+        return kept
 
-    # A hook is a call per tensor. Where nothing is escaped, what came twice shows in how often it is written.
+    # A hook is a call per tensor. As the safetensors library writes a header, without spaces or escapes, a
+    # tensor that came twice shows in the length and a key of an entry in how often it is written.
+    entries = len(content) - ("__metadata__" in content)
+    length = 1 + sum(len(name) + len(entry) + len('"":,') for name, entry in content.items())
     written = {text.count(b'"%s"' % key) for key in (b"dtype", b"shape", b"data_offsets")}
-    if b"\\" in text or written != {entries}:
+    if not text.isascii() or b"\\" in text or written != {entries} or len(text.rstrip()) != length:
         json.loads(text, object_pairs_hook=once)
 
 
 def _tensor(file: Path, name: str, raw: msgspec.Raw, start: int) -> TensorHeader:
     try:
         entry = _decode_entry(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         got = bytes(raw).decode(errors="replace")
         raise _corrupt(
             file, f"dtype, shape and data_offsets were expected for {name}, got {got:.80} ({error})"
@@ -259,8 +278,10 @@ def _tensor(file: Path, name: str, raw: msgspec.Raw, start: int) -> TensorHeader
         )
     expected = prod(shape) * DTYPE_BITS[dtype] // 8
     if end - first != expected:
+        # Python refuses to write out numbers of thousands of digits.
+        needed = str(expected) if expected < 2**64 else "over 2^64"
         raise _corrupt(
-            file, f"{name} ({dtype}, shape {list(shape)}) needs {expected} bytes, it gives it {end - first}"
+            file, f"{name} ({dtype}, shape {list(shape)}) needs {needed} bytes, it gives it {end - first}"
         )
     return TensorHeader(name=name, file=file, dtype=dtype, shape=shape, offset=start + first, nbytes=expected)
 
@@ -277,6 +298,13 @@ def _check_data(file: Path, tensors: Iterable[TensorHeader], start: int, size: i
         raise _truncated(file, end, size, "its tensors")
     if size > end:
         raise ConfigurationError(f"{file} has {size} bytes, {end} were expected from its header; {_AGAIN}")
+
+
+def _pointer(file: Path, size: int, expected: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{file} is a Git-LFS pointer of {size} bytes, {expected} was expected; run `git lfs pull` in its "
+        "folder"
+    )
 
 
 def _truncated(file: Path, expected: int, found: int, what: str) -> ConfigurationError:

@@ -7,10 +7,12 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-_EXPERTS = r"^(?P<layer>.*\.layers\.(?P<index>\d+))\.mlp\.experts"
-_PER_EXPERT = re.compile(_EXPERTS + r"\.(?P<expert>\d+)\.(?P<leaf>.+)$")
-_FUSED = re.compile(_EXPERTS + r"\.(?P<leaf>[^.\d][^.]*(\..+)?)$")
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+#: As a checkpoint writes it: one spelling per number, so that no two names mean the same tensor.
+_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+_EXPERTS = rf"(?P<layer>model\.layers\.(?P<index>{_NUMBER}))\.mlp\.experts"
+_PER_EXPERT = re.compile(_EXPERTS + rf"\.(?P<expert>{_NUMBER})\.(?P<leaf>[A-Za-z_].*)")
+_FUSED = re.compile(_EXPERTS + r"\.(?P<leaf>[A-Za-z_][^.\n]*(?:\..+)?)")
+_LAYER = re.compile(rf"model\.layers\.({_NUMBER})\.")
 
 
 class ExpertName(NamedTuple):
@@ -43,9 +45,9 @@ class ExpertName(NamedTuple):
 @lru_cache(maxsize=2**16)
 def parse_expert(name: str) -> ExpertName | None:
     """The parts of an expert tensor's name, ``None`` for every other tensor."""
-    if match := _PER_EXPERT.match(name):
+    if match := _PER_EXPERT.fullmatch(name):
         expert: int | None = int(match["expert"])
-    elif match := _FUSED.match(name):
+    elif match := _FUSED.fullmatch(name):
         expert = None
     else:
         return None

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.loading.headers import Checkpoint, TensorHeader
 from omni_ep.loading.names import ExpertName, parse_expert, parse_layer
@@ -119,18 +120,22 @@ def plan_loading(
         checkpoint: the headers.
         geometry: of the model.
         role: what the rank holds.
-        has_home: whether the model has a place for a tensor that is not a routed expert's.
+        has_home: whether the model has a place for a tensor of this name.
         split_dense: read only a TP rank's rows of dense weights; off for quantized checkpoints, whose
             rows may be packed.
+
+    Raises:
+        ConfigurationError: a tensor of all experts does not have a row for each of them.
     """
     reads: list[Read] = []
     unasked: list[str] = []
     for header in checkpoint.tensors.values():
         expert = parse_expert(header.name)
-        if expert is not None and _is_known(expert, geometry):
-            reads += _expert_reads(header, expert, geometry, role)
-        elif expert is not None or not _in_known_layer(header.name, geometry) or not has_home(header.name):
+        known = _in_known_layer(header.name, geometry) if expert is None else _is_known(expert, geometry)
+        if not known or not has_home(header.name):
             unasked.append(header.name)
+        elif expert is not None:
+            reads += _expert_reads(header, expert, geometry, role)
         else:
             ranges = _dense_ranges(header, geometry, role) if split_dense else None
             reads.append(_read(header, ranges=ranges))
@@ -177,6 +182,11 @@ def _expert_reads(
         if name.expert in local or (name.is_scale and header.nbytes <= SMALL_SCALE_BYTES):
             yield _read(header)
         return
+    if not header.shape or header.shape[0] != geometry.num_experts:
+        raise ConfigurationError(
+            f"{header.file} holds {header.name} with shape {list(header.shape)}, one row for each of "
+            f"{geometry.num_experts} experts was expected; use the config.json that belongs to these weights"
+        )
     small_scale = name.is_scale and header.row_bytes <= SMALL_SCALE_BYTES
     for expert in range(geometry.num_experts):
         if expert in local or small_scale:

@@ -263,6 +263,8 @@ def refuse_non_finite(
         ConfigurationError: a weight holds NaN or Inf.
     """
     for name, tensor in weights:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-            raise non_finite(name, where, tensor.float())
+        # Formats of one byte have no such test of their own.
+        values = tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
+        if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+            raise non_finite(name, where, values)
         yield name, tensor

@@ -6,6 +6,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from omni_ep.checkpoint import CheckpointSpec, make_checkpoint, tensors
 from omni_ep.config import RunRequest
@@ -23,7 +25,7 @@ from omni_ep.loading import RankRole, plan_loading, read_checkpoint
 from omni_ep.placement import ExpertPlacement
 from tests.e2e.engines import ranks
 from tests.ranks import run_on_ranks
-from tests.shards import DAMAGES, INDEX, copy_of_tiny, damaged_expert, entries, header_of
+from tests.shards import DAMAGES, INDEX, copy_of_tiny, damaged_expert, entries, header_of, put_shard
 from tests.topologies import TOPOLOGIES, run_request
 from tests.workers import TINY, diffusion_config, worker
 
@@ -177,6 +179,121 @@ def test_what_the_parent_did_not_see_the_rank_refuses(tmp_path: Path) -> None:
         ranks(run_request("one rank", enable_expert_parallel=True), model=folder),
     ):
         pass
+
+
+VISION = "vision_model.encoder.layers.0."
+LAYER = "model.layers.0."
+
+#: What is taken out of a sound checkpoint or put into it, and what its rank says; ``None`` for nothing.
+ODDITIES: dict[str, tuple[str | None, dict[str, tuple[str, tuple[int, ...]]], str | None]] = {
+    "a part of a stacked weight is missing": (
+        f"{VISION}self_attn.v_proj.weight",
+        {},
+        r"part 'v' of .*qkv_proj.weight .* was not loaded, once was expected",
+    ),
+    "a part of a stacked bias is missing": (
+        f"{VISION}self_attn.v_proj.bias",
+        {},
+        r"part 'v' of .*qkv_proj.bias .* was not loaded, once was expected",
+    ),
+    "a part comes besides the whole": (
+        None,
+        {f"{LAYER}self_attn.q_proj.weight": ("BF16", (128, 128))},
+        r"self_attn.qkv_proj.weight .* was loaded 2 times, once was expected",
+    ),
+    "the model's own name besides the checkpoint's": (
+        None,
+        {"model.norm.weight": ("BF16", (128,))},
+        r"holds model.norm.weight, .* holds model.ln_f.weight, and both fill model.norm.weight; one was",
+    ),
+    "truth values where numbers belong": (
+        "vae.decoder.conv_in.bias",
+        {"vae.decoder.conv_in.bias": ("BOOL", (32,))},
+        r"holds vae.decoder.conv_in.bias as BOOL, a floating-point format was expected",
+    ),
+    "whole numbers in a stacked weight": (
+        f"{VISION}self_attn.q_proj.weight",
+        {f"{VISION}self_attn.q_proj.weight": ("I16", (64, 64))},
+        r"holds .*q_proj.weight as I16, a floating-point format was expected",
+    ),
+    "more rows than a weight loader cuts out": (
+        f"{VISION}self_attn.q_proj.weight",
+        {f"{VISION}self_attn.q_proj.weight": ("BF16", (128, 64))},
+        r"holds .*q_proj.weight with shape \[128, 64\], the model expects \[64, 64\]",
+    ),
+    "another shape for a weight loader": (
+        f"{VISION}mlp.fc1.bias",
+        {f"{VISION}mlp.fc1.bias": ("BF16", (2, 64))},
+        r"holds .*fc1.bias with shape \[2, 64\], the model expects \[128\]",
+    ),
+    "a weight loader stumbles": (
+        None,
+        {f"{LAYER}self_attn.q_proj.weight": ("BF16", (3, 5))},
+        r"holds .*q_proj.weight as BF16 with shape \[3, 5\], which the model does not take",
+    ),
+    "nobody asks for them": (
+        None,
+        {
+            f"{LAYER}mlp.experts.3.foo.weight": ("BF16", (2,)),
+            f"{LAYER}mlp.experts.3.down_proj.weight_scale": ("F32", ()),
+            f"{LAYER}self_attn.o_proj.weight_scale": ("F32", ()),
+            "vae.logit_scale": ("F32", ()),
+            "rescale.weight": ("BF16", (2,)),
+        },
+        None,
+    ),
+}
+
+
+def odd_checkpoint(folder: Path, without: str | None, more: dict[str, tuple[str, tuple[int, ...]]]) -> Path:
+    """A copy of the tiny checkpoint without a tensor and with others, of zeros."""
+    copy_of_tiny(folder)
+    (folder / INDEX).unlink()
+    if without is not None:
+        file = read_checkpoint(folder).tensors[without].file
+        rest = load_file(file)
+        del rest[without]
+        save_file(rest, file)
+    header, size = entries(more)
+    put_shard(folder / "more.safetensors", header, bytes(size))
+    return folder
+
+
+def what_a_rank_says(rank: int, od_config: Any, folders: list[Path]) -> list[tuple[str | None, str | None]]:
+    """The error and the warning of loading each folder in one worker."""
+    answers: list[tuple[str | None, str | None]] = []
+    with worker(rank, od_config) as instance:
+        context = instance.vllm_config.compilation_config
+        for folder in folders:
+            od_config.model = str(folder)
+            context.static_forward_context.clear()
+            context.static_all_moe_layers.clear()
+            try:
+                instance.load_model()
+            except ConfigurationError as error:
+                answers.append((str(error), None))
+            else:
+                answers.append((None, instance.model_runner.pipeline.loading_warning))
+    return answers
+
+
+def test_what_only_the_modules_can_tell(tmp_path: Path) -> None:
+    """Each would paint another picture, or end in an upstream error that names no file."""
+    folders = [
+        odd_checkpoint(tmp_path / str(number), without, more)
+        for number, (without, more, _) in enumerate(ODDITIES.values())
+    ]
+    config = diffusion_config(run_request("one rank", enable_expert_parallel=True), dtype=torch.bfloat16)
+    [answers] = run_on_ranks(what_a_rank_says, 1, config, [TINY, *folders])
+    assert answers[0] == (None, None)
+    for (oddity, (_, more, text)), (error, warning) in zip(ODDITIES.items(), answers[1:], strict=True):
+        if text is not None:
+            assert error is not None, oddity
+            assert re.search(text, error), f"{oddity}: {error}"
+        else:
+            assert error is None, f"{oddity}: {error}"
+            assert warning is not None
+            assert all(name in warning for name in more), warning
 
 
 def test_any_engine_refuses_damage_before_a_rank_starts(tmp_path: Path) -> None:

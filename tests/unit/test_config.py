@@ -380,7 +380,7 @@ def test_broken_json(folder: Path, name: str) -> None:
 def test_missing_shards_are_named(folder: Path) -> None:
     (folder / "model-2.safetensors").unlink()
     text = folder_refusal(folder)
-    assert "names 2 weight files of which 1 are missing (model-2.safetensors)" in text
+    assert "names 2 weight files of which 1 is missing (model-2.safetensors)" in text
 
 
 def test_no_weights(folder: Path) -> None:

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from omni_ep.config import check_checkpoint_folder
 from omni_ep.errors import ConfigurationError
 from omni_ep.loading import check_against_config, read_checkpoint, read_headers
-from tests.shards import DAMAGES, INDEX, SHARD, TINY, copy_of_tiny, entries, header_of, put_shard
+from tests.shards import DAMAGES, EXPERT, INDEX, SHARD, TINY, copy_of_tiny, entries, header_of, put_shard
+
+CONFIG = json.loads((TINY / "config.json").read_text())
 
 
 def refusal(folder: Path) -> str:
@@ -86,7 +91,7 @@ def test_folder_that_is_not_there(tmp_path: Path) -> None:
         (
             b'{"a": {"dtype": "\xff", "shape": [1], "data_offsets": [0, 1]}}',
             b"x",
-            "dtype, shape and data_offsets were expected for a",
+            "a JSON object was expected .*utf-8",
         ),
         (
             b'{"a": {"dtype": "U8", "shape": [true], "data_offsets": [0, 1]}}',
@@ -129,6 +134,27 @@ def test_folder_that_is_not_there(tmp_path: Path) -> None:
             "names a twice",
         ),
         (
+            b'{"a":null,"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+            b"",
+            "names a twice",
+        ),
+        (
+            b'{"__metadata__":{},"__metadata__":{},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}',
+            b"",
+            "names __metadata__ twice",
+        ),
+        (
+            b'{"a": {"dtype": "U8", "shape": [%s], "data_offsets": [0, 1]}}'
+            % b",".join([b"%d" % 2**62] * 400),
+            b"x",
+            "needs over 2.64 bytes, it gives it 1",
+        ),
+        (
+            b'{"a": {"dtype": "U8", "shape": [0, 100000000000000000000], "data_offsets": [0, 0]}}',
+            b"",
+            "were expected for a, got",
+        ),
+        (
             b'{"a": {"dtype": "U8", "shape": [1], "shape": [0], "data_offsets": [0, 0]}}',
             b"",
             "names shape twice",
@@ -154,6 +180,103 @@ def test_files_without_a_header(content: bytes, text: str, tmp_path: Path) -> No
     (tmp_path / "a.safetensors").write_bytes(content)
     with pytest.raises(ConfigurationError, match=text):
         read_headers([tmp_path / "a.safetensors"])
+
+
+def test_a_header_as_the_library_writes_it_needs_no_second_parser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"b": torch.zeros(3), "a": torch.zeros(2, 2)}, tmp_path / "a.safetensors", {"format": "pt"})
+    monkeypatch.setattr("omni_ep.loading.headers.json.loads", pytest.fail)
+    assert sorted(read_headers([tmp_path / "a.safetensors"]).tensors) == ["a", "b"]
+
+
+def test_ten_thousand_names_of_which_one_comes_twice(tmp_path: Path) -> None:
+    entry = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    names = [*range(10000), 9999]
+    put_shard(tmp_path / "a.safetensors", b"{%s}" % b",".join(b'"%d":%s' % (name, entry) for name in names))
+    with pytest.raises(ConfigurationError, match="names 9999 twice"):
+        read_headers([tmp_path / "a.safetensors"])
+
+
+def test_a_pipe_in_place_of_a_shard(tmp_path: Path) -> None:
+    """Opening it would wait for ever."""
+    os.mkfifo(tmp_path / "a.safetensors")
+    with pytest.raises(
+        ConfigurationError, match=r"a.safetensors is not a regular file, a safetensors shard was"
+    ):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"[" * 100_000, "is not valid JSON .*recursion"),
+        (b"version https://git-lfs.github.com/spec/v1", "is a Git-LFS pointer of 42 bytes, a JSON index was"),
+        (b'{"weight_map": {"a": "%s"}}' % (b"x" * 300), r"cannot be read \(File name too long\)"),
+    ],
+)
+def test_an_index_that_cannot_be(content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=text):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_nested_json_is_a_sentence_for_the_commands(name: str, tmp_path: Path) -> None:
+    (copy_of_tiny(tmp_path / "model") / name).write_bytes(b"[" * 100_000)
+    with pytest.raises(ConfigurationError, match=f"{name} is not valid JSON"):
+        check_checkpoint_folder(tmp_path / "model")
+
+
+@pytest.mark.parametrize("weight_map", [[1], "x", {"a": ["x"]}, {"a": 1, "b": None}])
+def test_an_index_of_another_kind_is_left_to_the_reader_of_headers(weight_map: Any, tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "model")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    check_checkpoint_folder(folder)
+    with pytest.raises(ConfigurationError, match=f"{INDEX} must hold a weight_map from"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        "draft.layers.0.mlp.experts.5.down_proj.weight",
+        "model.layers.00.mlp.experts.5.down_proj.weight",
+        "model.layers.0.mlp.experts.05.down_proj.weight",
+        "model.layers.0.mlp.experts.\u0665.down_proj.weight",
+        "model.layers.0.mlp.experts.5.down_proj.weight\n",
+        f"model.layers.0.mlp.experts.{'9' * 5000}.down_proj.weight",
+    ],
+)
+def test_another_name_is_not_the_expert(alias: str, tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "model")
+    (folder / INDEX).unlink()
+    header, data = header_of(folder / SHARD)
+    put_shard(
+        folder / SHARD, {alias if name == EXPERT else name: entry for name, entry in header.items()}, data
+    )
+    checkpoint = read_checkpoint(folder)
+    assert alias in checkpoint.tensors
+    with pytest.raises(ConfigurationError, match=rf"layer 0, expert 5: no shard of .* holds {EXPERT}"):
+        check_against_config(checkpoint, CONFIG)
+
+
+def test_an_expert_alone_and_among_all(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "model")
+    (folder / INDEX).unlink()
+    name = "model.layers.0.mlp.experts.down_proj.weight"
+    header, size = entries({name: ("BF16", (8, 128, 64))})
+    put_shard(folder / "more.safetensors", header, bytes(size))
+    with pytest.raises(ConfigurationError, match=rf"holds {name}, .*: expert 0 of layer 0 comes twice"):
+        check_against_config(read_checkpoint(folder), CONFIG)
+
+
+def test_rows_without_bytes_take_no_time(tmp_path: Path) -> None:
+    folder = copy_of_tiny(tmp_path / "model")
+    (folder / INDEX).unlink()
+    header, _ = entries({"model.layers.0.mlp.experts.foo": ("BF16", (10**12, 0))})
+    put_shard(folder / "more.safetensors", header)
+    check_against_config(read_checkpoint(folder), CONFIG)
 
 
 def test_scalars_empty_tensors_and_metadata(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from omni_ep.errors import ConfigurationError
 from omni_ep.geometry import MoEGeometry
 from omni_ep.loading import Checkpoint, RankRole, TensorHeader, plan_loading
 
@@ -136,6 +137,14 @@ def test_what_nobody_asks_for_is_not_read() -> None:
     assert [read.name for read in plan.reads] == ["vae.kept"]
     assert plan.unasked == tuple(sorted(name.replace("/", ".") for name in held if name != "vae/kept"))
     assert plan.bytes_needed + plan.bytes_skipped == checkpoint(**held).nbytes
+
+
+@pytest.mark.parametrize("shape", [(), (3, 8), (0, 3)])
+def test_a_tensor_of_all_experts_has_a_row_for_each(shape: tuple[int, ...]) -> None:
+    """Rows beyond its end would be the next tensor's bytes."""
+    held = checkpoint(**{f"{LAYER}.mlp.experts.down_proj.input_scale": shape})
+    with pytest.raises(ConfigurationError, match=r"input_scale with shape \[.*one row for each of 4 experts"):
+        plan_loading(held, GEOMETRY, role())
 
 
 def test_large_tensors_come_first_then_file_order() -> None:

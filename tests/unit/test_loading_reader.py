@@ -103,6 +103,21 @@ class Parameter:
         self.weight_loader = lambda parameter, tensor, *arguments, **options: True
 
 
+class PropertyParameter:
+    """As vLLM's newer parameters (``vllm/model_executor/parameter.py:69``)."""
+
+    def __init__(self) -> None:
+        self._loader: Any = Parameter().weight_loader
+
+    @property
+    def weight_loader(self) -> Any:
+        return self._loader
+
+    @weight_loader.setter
+    def weight_loader(self, loader: Any) -> None:
+        self._loader = loader
+
+
 W13, W2 = (
     "model.layers.0.mlp.experts.routed_experts.w13_weight",
     "model.layers.0.mlp.experts.routed_experts.w2_weight",
@@ -110,7 +125,11 @@ W13, W2 = (
 
 
 def load_all(skip: Any = None, twice: Any = None) -> tuple[LoadCounter, dict[str, Any]]:
-    parameters: dict[str, Any] = {W13: Parameter(), W2: Parameter(), "x.gate_up_proj.weight": Parameter()}
+    parameters: dict[str, Any] = {
+        W13: Parameter(),
+        W2: Parameter(),
+        "x.gate_up_proj.weight": PropertyParameter(),
+    }
     counter = LoadCounter()
     calls = [(W13, e, s) for e in (2, 3) for s in ("w1", "w3")] + [(W2, e, "w2") for e in (2, 3)]
     calls += [("x.gate_up_proj.weight", None, part) for part in (0, 1)]
